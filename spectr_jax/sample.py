@@ -121,7 +121,7 @@ def main():
     if dtype is not None:
         check_dtype(dtype)
     method, prompts = _method(), _prompts()
-    without_model = method is not None and (not method.tree.size or method.drafter)
+    without_model = method is not None and not (method.tree.size and method.drafter.draws)
     if without_model and _DRAFT_TEMPERATURE.value is not None:
         problem = f"method {method.name!r} draws no drafts from a model; leave it out"
         raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")

@@ -72,29 +72,13 @@ def check_request(
     if longest + max_new_tokens > target.context:
         given = f"prompts of {longest} tokens and max_new_tokens={max_new_tokens}"
         raise UserError(f"{given} exceed the target's context of {target.context}; shorten one")
-    if method.exit_layer >= target.layers:
-        limit = f"must be less than the target's {target.layers}; give fewer"
-        raise UserError(f"layers={method.exit_layer}: {limit}")
     children = method.tree.children_table.shape[1]
-    distinct = method.drafter is None and method.verifier.rule != "iid"
+    distinct = method.drafter.draws and method.verifier.rule != "iid"
     if distinct and children > V:
         hint = f"but there are {V} tokens; give a narrower tree"
         raise UserError(f"method {method.name!r}: a node has {children} children, {hint}")
-    if method.needs_draft:
-        _check_draft(method, target, draft)
-
-
-def _check_draft(method: Method, target: Frozen, draft: Frozen | None) -> None:
-    """Raises `UserError` unless the draft model fits its target."""
-    if draft is None:
-        raise UserError(f"method {method.name!r}: needs a draft model; give one, or use 'lookup'")
-    hint = "give the target that the draft was trained for"
-    seen, shown, V = draft.features_seen, target.features_shown, target.vocab_size
-    if seen not in (0, shown):
-        raise UserError(f"draft: sees {seen} features, but this target has {shown}; {hint}")
-    deepest = max(draft.feature_layers, default=0)
-    if deepest > target.layers:
-        raise UserError(f"draft: sees layer {deepest}, but this target has {target.layers}; {hint}")
-    if draft.vocab_size != V:
-        hint = "use a common vocabulary, or spectr_jax.loading.pairs.fitted"
-        raise UserError(f"draft: has {draft.vocab_size} tokens, but the target has {V}; {hint}")
+    if method.needs_draft and draft is None:
+        hint = "give one, or use 'lookup'"
+        raise UserError(f"method {method.name!r}: needs a draft model; {hint}")
+    if method.tree.size:
+        method.drafter.check(target, draft)

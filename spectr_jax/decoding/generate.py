@@ -16,11 +16,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Call, Loop, add_observed, call, merged, observe_call, prefill
+from spectr_jax.decoding.loop import Loop, add_observed, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, for_rows
-from spectr_jax.decoding.request import BUCKET, AnyModel, Observe, Request, checked, sequence_keys
+from spectr_jax.decoding.policy import Policy, PolicyRows, for_rows
+from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, sequence_keys
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -34,8 +35,8 @@ class Generation:
     """Generated sequences.
 
     Attributes:
-      tokens: [B, T] int32, prompt and continuation; 0 after the end. A last token of -1 means that
-        the target had no distribution there (NaN logits).
+      tokens: [B, T] int32, prompt and continuation; 0 after the end. T leaves room for the longest
+        sequence. A last token of -1 means that the target had no distribution there (NaN logits).
       lengths: [B] int32, the number of tokens of each sequence, prompt and EOS included.
       target_calls: [B] int32, the number of target calls, without the call on the prompt.
       emitted_per_call: [B, height + 2] int32, the number of calls that emitted 0, 1, 2, ... tokens.
@@ -84,7 +85,8 @@ def generate(
       prompts: [B, T] int32, BOS first, padded at the end. `tokenizer.prompts` makes them from
         strings.
       prompt_lengths: [B] int32, at least 1.
-      max_new_tokens: static; the limit of the continuation, in tokens.
+      max_new_tokens: the limit of the continuation, in tokens. Limits within a multiple of 16 share
+        a program.
       policy: how logits become probabilities, and the EOS; temperature 1 by default.
       observe: a function of one `Call`, for one sequence; its output arrays are summed over calls.
         Static: pass the same function object each time.
@@ -102,33 +104,39 @@ def generate(
     Raises:
       UserError: an argument is out of range, or does not fit the others.
     """
-    rows = prompts, prompt_lengths
-    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe, mesh)
-    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    generation: Generation = _generate(checked(request, BUCKET))
+    options: dict[str, Any] = {
+        "policy": policy,
+        "draft_policy": draft_policy,
+        "observe": observe,
+        "mesh": mesh,
+    }
+    rows = prompts, prompt_lengths, max_new_tokens
+    request = checked(key, method, target, draft, *rows, logprobs=logprobs, stop=stop, **options)
+    generation: Generation = _generate(request)
     return generation
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
     """Returns the lowered program of `generate(*arguments, **options)`, without running it."""
-    return _generate.lower(checked(Request(*arguments, **options), BUCKET))
+    return _generate.lower(checked(*arguments, **options))
 
 
 @jax.jit
 def _generate(request: Request) -> Generation:
     """Returns the output of `_decode`; with a mesh, each device decodes its share."""
-    key = sequence_keys(request.key, len(request.prompts))
-    request = dataclasses.replace(request, key=key)
+    request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
     if request.mesh is None:
         return _decode(request)
-    by_row = ("key", "prompts", "prompt_lengths", "policy", "draft_policy")
-    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), PartitionSpec())
-    specs |= dict.fromkeys(by_row, sharding.ROWS)
-    share = dataclasses.replace(request, **specs)
-    made: Generation = jax.shard_map(
-        _decode, mesh=request.mesh, in_specs=(share,), out_specs=sharding.ROWS, check_vma=False
+    copies: Any = PartitionSpec()
+    rows: Any = sharding.ROWS
+    policy = PolicyRows(shaping=rows, eos=rows, process=copies)
+    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), copies)
+    specs |= dict.fromkeys(("keys", "prompts", "limits"), rows)
+    share = dataclasses.replace(request, policy=policy, draft_policy=policy, **specs)
+    generation: Generation = jax.shard_map(
+        _decode, mesh=request.mesh, in_specs=(share,), out_specs=rows, check_vma=False
     )(request)
-    return made
+    return generation
 
 
 def decode(
@@ -168,35 +176,40 @@ def decode(
     Returns:
       The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
-    rows = prompts, prompt_lengths
-    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
-    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    return _decode(request)
+    policy = policy or Policy()
+    return _decode(
+        Request(
+            keys=key,
+            method=method,
+            target=target,
+            draft=draft,
+            prompts=Sequences(tokens=prompts, lengths=prompt_lengths),
+            limits=prompt_lengths + max_new_tokens,
+            room=max_new_tokens,
+            policy=for_rows(policy, len(prompts)),
+            draft_policy=for_rows(draft_policy or policy, len(prompts)),
+            observe=observe,
+            mesh=None,
+            logprobs=logprobs,
+            stop=stop,
+        )
+    )
 
 
 def _decode(request: Request) -> Generation:
     """Returns the output of `decode`."""
-    method, observe, stop = request.method, request.observe, request.stop
-    prompts, lengths_B, B = request.prompts, request.prompt_lengths, len(request.prompts)
-    keys_B = sequence_keys(request.key, B)
-    policy = for_rows(request.policy or Policy(), B)
-    own = policy if request.draft_policy is None else for_rows(request.draft_policy, B)
-    models = merged(method, request.target, request.draft)
-    new, limits_B = request.max_new_tokens, lengths_B + request.max_new_tokens
-
-    def one_call(loop: Loop) -> tuple[Loop, Call]:
-        return call(loop, method, *models, keys_B, limits_B, policy, own, stop)
+    setup, observe = request.setup(), request.observe
 
     def step(loop: Loop) -> Loop:
-        after, called = one_call(loop)
+        after, called = call(loop, setup)
         return after._replace(observed=add_observed(loop, observe, called))
 
-    start = prefill(method, *models, prompts, lengths_B, new, request.logprobs, stop is not None)
+    start = begin(setup, request.prompts, request.room, request.logprobs)
     if observe is not None:
-        none = zeros_like_output(lambda: observe_call(observe, one_call(start)[1]))
+        none = zeros_like_output(lambda: observe_call(observe, call(start, setup)[1]))
         start = start._replace(observed=none)
     end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
-    T = prompts.shape[1] + new
+    T = request.prompts.tokens.shape[1] + request.room
 
     def until_end(rows_BxT: Array) -> Array:
         return jnp.where(jnp.arange(T) < end.lengths[:, None], rows_BxT[:, :T], 0)

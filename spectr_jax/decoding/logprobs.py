@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.policy import shaped
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import Selection
 
@@ -41,8 +41,11 @@ def of_call(
     def rows(of_nodes: Float[Array, "batch nodes vocab"]) -> Float[Array, "batch steps vocab"]:
         return jnp.take_along_axis(of_nodes, above_BxS[..., None], axis=1)
 
-    pmf_BxSxV = probabilities(rows(scored.logits), scored.policy)
-    own_BxSxV = jax.nn.log_softmax(rows(logits_BxNxV).astype(jnp.float32), axis=-1)
+    pmf_BxSxV = shaped(rows(scored.logits), scored.shaping)
+    model_BxSxV = jax.nn.log_softmax(rows(logits_BxNxV).astype(jnp.float32), axis=-1)
     policy = jnp.log(jnp.take_along_axis(pmf_BxSxV, tokens_BxSx1, axis=-1)[..., 0])
-    model = jnp.take_along_axis(own_BxSxV, tokens_BxSx1, axis=-1)[..., 0]
-    return Logprobs(*(jnp.where(chosen.tokens >= 0, each, jnp.nan) for each in (policy, model)))
+    model = jnp.take_along_axis(model_BxSxV, tokens_BxSx1, axis=-1)[..., 0]
+    known = chosen.tokens >= 0
+    return Logprobs(
+        policy=jnp.where(known, policy, jnp.nan), model=jnp.where(known, model, jnp.nan)
+    )

@@ -1,39 +1,37 @@
-"""The loop of `generate`: its state, the prefill, and one call of the target.
+"""The loop of `generate`: its state, the start from prompts, and one call of the target.
 
-Shape suffixes: B sequences, T tokens of a sequence.
+Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from spectr_jax.decoding import drafting, features, logprobs, processing, scoring
+from spectr_jax.decoding import logprobs, processing
 from spectr_jax.decoding import tree as trees
+from spectr_jax.decoding.drafters import Drafts, Sequences, Setup, Verified
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, ends, for_rows
+from spectr_jax.decoding.policy import ends
+from spectr_jax.decoding.running import run, run_on_prompts
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.stopping import MATCHED, START, Stop
-from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tokens, Tree
+from spectr_jax.decoding.stopping import MATCHED, START
+from spectr_jax.decoding.tree import Keys, NodeTokens, Paths, PerRow, Tokens, Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
 from spectr_jax.decoding.zeros import zeros_like_output
-from spectr_jax.models.base import Model, features_shown
-from spectr_jax.models.cache import Cache
-from spectr_jax.models.early_exit import EarlyExit
+from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.layers import cpu
-from spectr_jax.transport.types import BoolScalar, IntScalar
+from spectr_jax.transport.types import BoolScalar
 
-PIECE = 64
-"""Prefill runs on at most this many prompt tokens at once, which bounds attention memory."""
-
-Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
+SPARE = np.uint32(2**32 - 1)
+"""Folded into the key of a call for the random numbers of `observe`."""
 
 
 class Call(NamedTuple):
@@ -43,140 +41,79 @@ class Call(NamedTuple):
       key: for random numbers in `observe`; not used elsewhere.
       scored: the drafts, with the distributions of both models.
       chosen: the emitted tokens and the accepted path.
+      eos: the tokens that end the sequence, for `policy.ends`.
     """
 
     key: Key[Array, "*batch"]
     scored: ScoredTree
     chosen: Selection
+    eos: Int[Array, "*batch several"]
 
 
 class Loop(NamedTuple):
     """The state of a generation between calls."""
 
-    step: IntScalar  # The number of calls so far.
     tokens: Tokens  # The committed tokens of each sequence, then unused room.
     lengths: PerRow  # The number of committed tokens.
     done: Bool[Array, " batch"]  # Whether each sequence has ended.
-    target_cache: Cache  # Holds all committed tokens but the last.
-    draft_cache: Cache | None  # Of length `drafting.committed_length`.
-    features: features.Recalled | None  # The target's, for the last tokens, if the draft sees any.
     calls: PerRow  # The number of target calls of each sequence.
     histogram: Int[Array, "batch counts"]  # The number of calls that emitted 0, 1, 2, ... tokens.
-    observed: Any  # The outputs of `observe`, summed over calls.
+    target_cache: Cache  # Holds all committed tokens but the last.
+    drafter: Any  # The state of the drafter.
+    observed: Any = None  # The outputs of `observe`, summed over calls.
     logprobs: Logprobs | None = None  # Of the committed tokens.
     stop_states: PerRow | None = None  # The states of the stop automaton.
 
 
-class _Selected(NamedTuple):
-    """The outputs of the target and the verifier."""
+class Selected(NamedTuple):
+    """The outputs of the target and the verifier in one call."""
 
-    logits: Float[Array, "batch nodes vocab"]
-    shown: Float[Array, "batch nodes features"] | None  # The features that the draft sees.
+    logits: Float[Array, "batch nodes vocab"]  # After the policy's process.
+    features: Float[Array, "batch nodes features"] | None  # Those that the drafter asked for.
     cache: Cache
     chosen: Selection
+    logprobs: Logprobs | None  # Of the chosen tokens.
 
 
-def merged(method: Method, target: Frozen, draft: Frozen | None) -> tuple[Any, Any]:
-    """Returns the models of target and draft; the draft is None where the method needs none."""
-    large = target.merge()
-    if method.exit_layer:
-        return large, EarlyExit(large, method.exit_layer)
-    return large, draft.merge() if draft else None
-
-
-def prefill(
-    method: Method,
-    target: Model,
-    draft: Model | None,
-    prompts_BxT: Tokens,
-    lengths_B: PerRow,
-    max_new_tokens: int,
-    logprobs: bool = False,
-    stops: bool = False,
-) -> Loop:
-    """Runs both models on the prompts; returns the state before the first call.
-
-    Cache rows past the end of a shorter prompt are pending, and are overwritten later.
-    """
-    B, T = prompts_BxT.shape
-    tree, recalled = method.tree, features.recalled(draft, method.tree)
-    capacity = T + max_new_tokens + tree.size + recalled
-    draft_cache = None
-    show = features.wanted(draft) if method.needs_draft else None
-    target_cache, shown = _run_on_prompts(target, prompts_BxT, lengths_B, capacity, show=show)
-    if draft is not None and method.needs_draft:
-        # A token comes with the features of the token before it.
-        before = None if shown is None else jnp.pad(shown, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        draft_cache, _ = _run_on_prompts(draft, prompts_BxT, lengths_B, capacity, before)
-        draft_lengths_B = drafting.committed_length(lengths_B, recalled)
-        draft_cache = dataclasses.replace(draft_cache, lengths=draft_lengths_B)
-    tokens = jnp.pad(prompts_BxT, ((0, 0), (0, max_new_tokens + tree.height + 1)))
-    none_yet = jnp.zeros(tokens.shape, jnp.float32)
-    return Loop(
-        step=jnp.zeros((), jnp.int32),
-        tokens=tokens,
-        lengths=lengths_B,
-        done=jnp.zeros(B, bool),
-        target_cache=dataclasses.replace(target_cache, lengths=lengths_B - 1),
-        draft_cache=draft_cache,
-        features=None if shown is None else features.at_end(shown, lengths_B, recalled),
-        calls=jnp.zeros(B, jnp.int32),
-        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
-        observed=None,
-        logprobs=Logprobs(policy=none_yet, model=none_yet) if logprobs else None,
-        stop_states=jnp.full(B, START, jnp.int32) if stops else None,
+def setup_of(method: Method, target: Frozen, draft: Frozen | None, **options: Any) -> Setup:
+    """Returns the `Setup` of a method with these models; `options` are its other fields."""
+    model = draft.merge() if draft and method.needs_draft else None
+    return Setup(
+        tree=method.tree,
+        drafter=method.drafter_for(model),
+        verifier=method.verifier,
+        target=target.merge(),
+        draft=model,
+        **options,
     )
 
 
-def _run_on_prompts(
-    model: Model,
-    prompts_BxT: Tokens,
-    lengths_B: PerRow,
-    capacity: int,
-    before_BxTxE: Float[Array, "batch given_time given_features"] | None = None,
-    show: tuple[int, ...] | None = None,
-) -> Prefilled:
-    """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
+def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = False) -> Loop:
+    """Runs the models on the prompts; returns the state before the first call.
 
-    Returns the cache after them, and the features of all tokens, as `show` says in
-    `features.extend`. `before_BxTxE` are the features that the model sees.
+    Args:
+      setup: of the generation.
+      prompts: tokens [B, T] and lengths [B].
+      room: static; the largest number of new tokens of any sequence.
+      with_logprobs: static; whether to record log-probabilities.
     """
-    B, T = prompts_BxT.shape
-    pieces = -(-T // PIECE)
-    width = T if pieces == 1 else PIECE
-
-    def pad(rows_BxT: Array) -> Array:
-        missing = pieces * width - rows_BxT.shape[1]
-        return jnp.pad(rows_BxT, ((0, 0), (0, missing), *[(0, 0)] * (rows_BxT.ndim - 2)))
-
-    padded: Any = jax.tree.map(pad, (prompts_BxT, before_BxTxE))
-
-    def extend(number: IntScalar | int, carry: Prefilled) -> Prefilled:
-        cache, shown = carry
-        first = number * width
-        piece = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
-        tokens, before = jax.tree.map(lambda rows: piece(rows, first), padded)
-        # Padding may exceed the context; a NaN embedding there would get past the mask.
-        positions = jnp.minimum(first + jnp.arange(width), model.context - 1)
-        positions = jnp.broadcast_to(positions, (B, width))
-        visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
-        cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
-        _, hidden, cache = features.extend(
-            model, tokens, positions, visible, cache, features_BxNxE=before, show=show
-        )
-        if shown is not None and hidden is not None:
-            hidden = hidden.astype(shown.dtype)
-            shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1)
-        return cache, shown
-
-    F = 0 if show is None else (1 + len(show)) * features_shown(model)
-    cache = model.init_cache(B, max(capacity, pieces * width))
-    start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
-    if pieces == 1:
-        return extend(0, start)
-    pieces_used = (jnp.max(lengths_B) + width - 1) // width
-    end: Prefilled = jax.lax.fori_loop(0, pieces_used, extend, start)
-    return end
+    tree, drafter, (B, T) = setup.tree, setup.drafter, prompts.tokens.shape
+    capacity = T + room + tree.size + drafter.recalled(tree)
+    show = drafter.features(setup.draft)
+    cache, features = run_on_prompts(setup.target, *prompts, capacity, show=show)
+    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, room + tree.height + 1)))
+    none_yet = jnp.zeros(tokens.shape, jnp.float32)
+    return Loop(
+        tokens=tokens,
+        lengths=prompts.lengths,
+        done=jnp.zeros(B, bool),
+        calls=jnp.zeros(B, jnp.int32),
+        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
+        target_cache=dataclasses.replace(cache, lengths=prompts.lengths - 1),
+        drafter=drafter.init(setup, prompts, capacity, features),
+        logprobs=Logprobs(policy=none_yet, model=none_yet) if with_logprobs else None,
+        stop_states=None if setup.stop is None else jnp.full(B, START, jnp.int32),
+    )
 
 
 def observe_call(observe: Callable[[Call], Any] | None, call: Call) -> Any:
@@ -195,78 +132,118 @@ def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) 
     return jax.tree.map(add, loop.observed, observe_call(observe, call))
 
 
-def call(
-    loop: Loop,
-    method: Method,
-    target: Model,
-    draft: Model | None,
-    keys_B: Keys,
-    limits_B: PerRow,
-    policy: Policy,
-    draft_policy: Policy | None = None,
-    stop: Stop | None = None,
-) -> tuple[Loop, Call]:
+def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
     """Calls the target once for all sequences; returns the next state and the `Call`.
 
-    Finished sequences do not change.
+    Finished sequences do not change. Call n of a sequence folds 2 n and 2 n + 1 into its key.
     """
-    tree = method.tree
-    policy = for_rows(policy, len(loop.lengths))
-    draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(loop.lengths))
-    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
-    if method.verifier.rule == "race":
+    fold = jax.vmap(jax.random.fold_in)
+    draft_keys, select_keys = (fold(setup.keys, 2 * loop.calls + part) for part in (0, 1))
+    spare_keys = fold(select_keys, jnp.full(len(select_keys), SPARE))
+    if setup.verifier.rule == "race":
         # One race per position decides draft and target: the output does not depend on the draft.
-        draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
-
+        draft_keys = select_keys = fold(setup.keys, jnp.zeros_like(loop.calls))
     with jax.named_scope("draft"):
-        tokens_BxN, p, loop = _draft(loop, method, target, draft, draft_keys, draft_policy)
-
-    def scored(tree: Tree, logits: Float[Array, "batch nodes vocab"]) -> ScoredTree:
-        tokens, nodes = tokens_BxN[:, : tree.size + 1], np.arange(tree.size + 1)
-        committed = jnp.maximum(tokens, 0), loop.tokens, loop.lengths
-        logits = processing.at_nodes(policy, tree, nodes, logits, *committed)
-        return ScoredTree(
-            tree=tree, policy=policy, length=loop.lengths, tokens=tokens, p=p, logits=logits
-        )
-
-    def score_and_select(tree: Tree, cache: Cache) -> _Selected:
-        with jax.named_scope("score"):
-            show = None if loop.features is None else features.wanted(draft)
-            # The logits after nodes without a draft are unused.
-            tokens = jnp.maximum(tokens_BxN[:, : tree.size + 1], 0)
-            logits, shown, cache = scoring.score(target, tree, tokens, loop.lengths, cache, show)
-        with jax.named_scope("select"):
-            ready = scored(tree, logits)
-            chosen = for_each_sequence(method.verifier, loop.done, select_keys, ready)
-        return _Selected(logits, shown, cache, chosen)
-
-    if method.drafter is not None and cpu.on_cpu():  # On an accelerator, the host would wait.
-        drafted = jnp.any((tokens_BxN[:, 1:] >= 0) & ~loop.done[:, None])
-        selected = _where_drafted(drafted, score_and_select, tree, loop.target_cache)
+        drafts = draft(loop, setup, draft_keys)
+    branch = functools.partial(score_and_select, loop, setup, select_keys, drafts)
+    if setup.tree.size and not setup.drafter.draws and cpu.on_cpu():
+        # On an accelerator, the host would wait for the condition.
+        drafted = jnp.any((drafts.tokens[:, 1:] >= 0) & ~loop.done[:, None])
+        selected = _where_drafted(drafted, branch, setup.tree, drafts.target_cache)
     else:
-        selected = score_and_select(tree, loop.target_cache)
-    logits, shown, target_cache, chosen = selected
+        selected = branch(setup.tree, drafts.target_cache)
     with jax.named_scope("commit"):
-        scored_loop = loop._replace(target_cache=target_cache)
-        after = _commit(scored_loop, tree, chosen, draft, limits_B, policy, stop)
-        if loop.features is not None and shown is not None:
-            added = shown, chosen.path, after.lengths - loop.lengths
-            after = after._replace(features=features.after_call(loop.features, *added))
-        if loop.logprobs is not None:
-            new = logprobs.of_call(scored(tree, logits), logits, chosen)
-            write = functools.partial(_append, starts_B=loop.lengths)
-            after = after._replace(logprobs=jax.tree.map(write, loop.logprobs, new))
-    spare_keys = fold(fold(keys_B, 2 * loop.step + 1), np.uint32(2**32 - 1))
-    return after, Call(key=spare_keys, scored=scored(tree, logits), chosen=chosen)
+        after = commit(loop, setup, drafts, selected)
+    return after, Call(
+        key=spare_keys,
+        scored=_scored_tree(loop, setup, drafts, setup.tree, selected.logits),
+        chosen=selected.chosen,
+        eos=setup.policy.eos,
+    )
+
+
+def draft(loop: Loop, setup: Setup, keys_B: Keys) -> Drafts:
+    """Phase 1 of a call: returns the tokens of the tree. Consumes `keys_B`."""
+    sequences = Sequences(tokens=loop.tokens, lengths=loop.lengths)
+    return setup.drafter.draft(setup, keys_B, sequences, loop.drafter, loop.target_cache)
+
+
+def score_and_select(
+    loop: Loop, setup: Setup, keys_B: Keys, drafts: Drafts, tree: Tree, cache: Cache
+) -> Selected:
+    """Phases 2 and 3 of a call: scores a tree and selects tokens. Consumes `keys_B`.
+
+    `tree` is the drafted tree, or its root alone. `cache` is the target's.
+    """
+    # The logits after nodes without a draft are unused.
+    tokens, nodes = jnp.maximum(drafts.tokens[:, : tree.size + 1], 0), np.arange(tree.size + 1)
+    with jax.named_scope("score"):
+        show = setup.drafter.features(setup.draft)
+        raw, features, cache = score(setup.target, tree, tokens, loop.lengths, cache, show)
+    with jax.named_scope("select"):
+        committed = loop.tokens, loop.lengths
+        logits = processing.processed(setup.policy.process, tree, nodes, raw, tokens, *committed)
+        scored = _scored_tree(loop, setup, drafts, tree, logits)
+        chosen = for_each_sequence(setup.verifier, loop.done, keys_B, scored)
+    return Selected(
+        logits=logits,
+        features=features,
+        cache=cache,
+        chosen=chosen,
+        logprobs=None if loop.logprobs is None else logprobs.of_call(scored, raw, chosen),
+    )
+
+
+def _scored_tree(
+    loop: Loop, setup: Setup, drafts: Drafts, tree: Tree, logits_BxNxV: Float[Array, "..."]
+) -> ScoredTree:
+    return ScoredTree(
+        tree=tree,
+        shaping=setup.policy.shaping,
+        length=loop.lengths,
+        tokens=drafts.tokens[:, : tree.size + 1],
+        p=drafts.p,
+        logits=logits_BxNxV,
+    )
+
+
+def score(
+    target: Any,
+    tree: Tree,
+    tokens_BxN: NodeTokens,
+    lengths_B: PerRow,
+    cache: Cache,
+    show: tuple[int, ...] | None = None,
+) -> tuple[Float[Array, "batch nodes vocab"], Float[Array, "batch nodes features"] | None, Cache]:
+    """Runs the target once, on the last committed token (the root) and all drafted nodes.
+
+    `cache` holds the committed tokens without the root. `show` is that of `running.run`.
+
+    Returns:
+      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the
+      cache with all nodes pending.
+    """
+    # Nodes past the context are never emitted, but a NaN there would get past the mask.
+    positions = jnp.minimum(lengths_B[:, None] - 1 + jnp.asarray(tree.depth), target.context - 1)
+    visible = jnp.broadcast_to(tree.ancestors, (len(lengths_B), *tree.ancestors.shape))
+    return run(target, tokens_BxN, positions, visible, cache, show=show)
+
+
+def keep_path(cache: Cache, tree: Tree, path_BxD: Paths, lengths_B: PerRow) -> Cache:
+    """Keeps the root and the accepted path in the target's cache, for the new `lengths_B`.
+
+    The root's row is already in place, and so are the rows of a chain.
+    """
+    moved = path_BxD[:, : 0 if tree.size == tree.height else None]
+    return keep(cache, moved, lengths_B - 1, settled=1)
 
 
 def _where_drafted(
     drafted: BoolScalar,
-    score_and_select: Callable[[Tree, Cache], _Selected],
+    score_and_select: Callable[[Tree, Cache], Selected],
     tree: Tree,
     cache: Cache,
-) -> _Selected:
+) -> Selected:
     """Returns `score_and_select` of `tree` if anything is `drafted`, else of the root alone.
 
     In the latter case the outputs for the other nodes are zeros.
@@ -274,23 +251,23 @@ def _where_drafted(
     on_tree = functools.partial(score_and_select, tree)
     start = zeros_like_output(on_tree, cache)._replace(cache=cache)
 
-    def on_root(cache: Cache) -> _Selected:
+    def on_root(cache: Cache) -> Selected:
         def padded(narrow: Array, wide: Array) -> Array:
             sizes = zip(narrow.shape, wide.shape, strict=True)
             return jnp.pad(narrow, [(0, long - short) for short, long in sizes])
 
-        selected: _Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
+        selected: Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
         return selected
 
     def apply_if(
-        wanted: BoolScalar, branch: Callable[[Cache], _Selected], before: _Selected
-    ) -> _Selected:
+        wanted: BoolScalar, branch: Callable[[Cache], Selected], before: Selected
+    ) -> Selected:
         # A loop of at most one iteration updates the cache in place. XLA would copy the cache for
         # each branch of a conditional.
-        def step(state: tuple[BoolScalar, _Selected]) -> tuple[BoolScalar, _Selected]:
+        def step(state: tuple[BoolScalar, Selected]) -> tuple[BoolScalar, Selected]:
             return jnp.zeros((), bool), branch(state[1].cache)
 
-        end: tuple[BoolScalar, _Selected]
+        end: tuple[BoolScalar, Selected]
         end = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
         return end[1]
 
@@ -303,45 +280,16 @@ def _append(all_BxT: Array, new_BxS: Array, starts_B: PerRow) -> Array:
     return updated
 
 
-def _draft(
-    loop: Loop, method: Method, target: Model, draft: Model | None, keys_B: Keys, policy: Policy
-) -> tuple[NodeTokens, Float[Array, "batch inner vocab"], Loop]:
-    """Returns the tree's tokens, the draft distributions, and the state with the drafts' caches."""
-    if method.drafter is not None or not method.tree.size:
-        tokens_BxN = jnp.take_along_axis(loop.tokens, loop.lengths[:, None] - 1, axis=1)
-        if method.drafter is not None and method.tree.size:
-            find = functools.partial(method.drafter, method.tree)
-            found = jax.vmap(find)(loop.tokens, loop.lengths)
-            tokens_BxN = jnp.concatenate([tokens_BxN, found], axis=1)
-        return tokens_BxN, jnp.zeros((len(tokens_BxN), 0, target.vocab_size)), loop
-    cache = loop.draft_cache
-    if method.exit_layer:  # The draft temporarily uses the target's cache: it has the same rows.
-        draft_lengths_B = drafting.committed_length(loop.lengths)
-        cache = dataclasses.replace(loop.target_cache, lengths=draft_lengths_B)
-    assert draft is not None and cache is not None
-    rule = drafting.RULES[method.verifier.rule]
-    committed = loop.tokens, loop.lengths, cache, loop.features
-    tokens_BxN, p, cache = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
-    if method.exit_layer:
-        cache = dataclasses.replace(cache, lengths=loop.target_cache.lengths)
-        return tokens_BxN, p, loop._replace(target_cache=cache)
-    return tokens_BxN, p, loop._replace(draft_cache=cache)
+def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop:
+    """Phase 4 of a call: appends the chosen tokens, up to EOS, a stop or the limit.
 
-
-def _commit(
-    loop: Loop,
-    tree: Tree,
-    chosen: Selection,
-    draft: Model | None,
-    limits_B: PerRow,
-    policy: Policy,
-    stop: Stop | None,
-) -> Loop:
-    """Appends the chosen tokens, up to EOS, a stop or the limit, and commits the accepted path."""
-    emitted = jnp.minimum(chosen.emitted, limits_B - loop.lengths)
-    is_end, stop_states, states_BxS = ends(chosen.tokens, policy), loop.stop_states, None
-    if stop is not None and stop_states is not None:
-        states_BxS = stop.follow(stop_states, chosen.tokens)
+    The target's cache keeps the accepted path, and the drafter updates its state.
+    """
+    chosen, stop, states_BxS = selected.chosen, setup.stop, None
+    emitted = jnp.minimum(chosen.emitted, setup.limits - loop.lengths)
+    is_end, stop_states = ends(chosen.tokens, setup.policy.eos), None
+    if stop is not None and loop.stop_states is not None:
+        states_BxS = stop.follow(loop.stop_states, chosen.tokens)
         is_end |= states_BxS == MATCHED
     is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
     ended = jnp.any(is_end, axis=1)
@@ -350,19 +298,26 @@ def _commit(
     if states_BxS is not None:
         stop_states = jnp.take_along_axis(states_BxS, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
-    lengths = loop.lengths + emitted
-    draft_cache = loop.draft_cache
-    if draft is not None and draft_cache is not None:
-        draft_cache = drafting.commit(draft, draft_cache, tree, chosen.path, loop.lengths, lengths)
-    counted = loop.histogram.at[jnp.arange(len(lengths)), emitted]
-    return loop._replace(
-        step=loop.step + 1,
-        tokens=_append(loop.tokens, chosen.tokens, loop.lengths),
-        lengths=lengths,
-        done=loop.done | ended | (lengths >= limits_B),
-        target_cache=scoring.commit(loop.target_cache, tree, chosen.path, lengths),
-        draft_cache=draft_cache,
-        stop_states=stop_states,
+    append = functools.partial(_append, starts_B=loop.lengths)
+    after = Sequences(tokens=append(loop.tokens, chosen.tokens), lengths=loop.lengths + emitted)
+    verified = Verified(
+        drafted=drafts.tokens,
+        logits=selected.logits,
+        features=selected.features,
+        path=chosen.path,
+        before=loop.lengths,
+        after=after,
+    )
+    counted = loop.histogram.at[jnp.arange(len(emitted)), emitted]
+    return Loop(
+        tokens=after.tokens,
+        lengths=after.lengths,
+        done=loop.done | ended | (after.lengths >= setup.limits),
         calls=loop.calls + ~loop.done,
         histogram=counted.add((~loop.done).astype(jnp.int32)),
+        target_cache=keep_path(selected.cache, setup.tree, chosen.path, after.lengths),
+        drafter=setup.drafter.commit(setup, drafts.state, verified),
+        observed=loop.observed,
+        logprobs=jax.tree.map(append, loop.logprobs, selected.logprobs),
+        stop_states=stop_states,
     )

@@ -1,4 +1,4 @@
-"""Methods: a draft tree and a verifier, by name.
+"""Methods: a draft tree, a drafter and a verifier, by name.
 
 To add a method, add a line to `METHODS`, or call `register` in your own program. A factory is a
 function of keyword options that returns a `Method`; `get_method` sets its name. Methods on i.i.d.
@@ -11,11 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from jaxtyping import Array, Int
-
 from spectr_jax import transport
 from spectr_jax.decoding import tree as trees
-from spectr_jax.decoding.lookup import Lookup
+from spectr_jax.decoding.drafters import Drafter, DraftModel, EarlyExit, Lookup, NoDrafts
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import (
     Block,
@@ -26,20 +24,11 @@ from spectr_jax.decoding.verifiers import (
     Traversal,
     Verifier,
 )
-from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
 from spectr_jax.transport.kseq_gamma import checked
-from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
-Drafter: TypeAlias = Callable[[Tree, Int[Array, " time"], IntScalar], Int[Array, " nodes"]]
-"""Drafts without a model: a function of the tree, the tokens of a sequence, and their number.
-
-It returns the tokens of the nodes 1..N, with -1 for no draft. Siblings are distinct. Equal drafters
-must hash alike. `lookup.Lookup` is one.
-"""
-
 NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 """The default K and L."""
 
@@ -54,38 +43,45 @@ class Method:
     Attributes:
       name: the name in `METHODS`.
       tree: the tree that is drafted; `tree.none()` for no drafts.
-      verifier: chooses the tokens that a call emits; its `rule` says how siblings are drafted.
-      exit_layer: if not 0, the target's first `exit_layer` layers are the draft.
-      drafter: drafts without a model; None for a draft model.
+      verifier: chooses the tokens that a call emits; its `rule` says how siblings are drawn.
+      drafter: proposes the tokens of the tree; a draft model by default.
 
     Raises:
-      UserError: the verifier is not exact on the tree, or not for these drafts.
+      UserError: the verifier is not exact on the tree, or not for the drafts of this drafter.
     """
 
     name: str
     tree: Tree
     verifier: Verifier
-    exit_layer: int = 0
-    drafter: Drafter | None = None
+    drafter: Drafter = dataclasses.field(default_factory=DraftModel)
 
     def __post_init__(self) -> None:
         owner = f"method {self.name!r}"
-        if not isinstance(self.verifier, Verifier):
-            kind = type(self.verifier).__name__
-            raise UserError(f"{owner}: the verifier is a {kind}; give one, like TokenByToken(plan)")
+        for part, kind, example in (
+            ("verifier", Verifier, "TokenByToken(plan)"),
+            ("drafter", Drafter, "Lookup()"),
+        ):
+            value = getattr(self, part)
+            if not isinstance(value, kind):
+                wrong = f"the {part} is a {type(value).__name__}; give one, like {example}"
+                raise UserError(f"{owner}: {wrong}")
         try:
             self.verifier.check(self.tree)
         except UserError as error:
             raise UserError(f"{owner}: {error}") from None
-        if (self.verifier.rule == GIVEN) != (self.drafter is not None):
-            raise UserError(f"{owner}: a drafter and FromTarget() need each other; give both")
-        if self.exit_layer and self.drafter is not None:
-            raise UserError(f"{owner}: exit_layer={self.exit_layer} and a drafter; give only one")
+        if self.tree.size and self.drafter.draws != (self.verifier.rule != "given"):
+            pair = f"{type(self.verifier).__name__} does not verify drafts of {self.drafter}"
+            hint = "use FromTarget() for drafters that do not draw, and only for these"
+            raise UserError(f"{owner}: {pair}; {hint}")
 
     @property
     def needs_draft(self) -> bool:
         """Returns whether the method uses a draft model."""
-        return self.tree.size > 0 and not self.exit_layer and self.drafter is None
+        return self.tree.size > 0 and self.drafter.needs_model
+
+    def drafter_for(self, draft: Any) -> Drafter:
+        """Returns the drafter for this draft model; a tree without nodes needs none."""
+        return self.drafter.for_model(draft) if self.tree.size else NoDrafts()
 
 
 Factory: TypeAlias = Callable[..., Method]
@@ -153,14 +149,14 @@ def lookup(
     max_ngram: int = 3,
     min_ngram: int = 1,
 ) -> Method:
-    """Returns the method that drafts by prompt lookup, without a draft model (`decoding.lookup`).
+    """Returns the method that drafts by prompt lookup (`decoding.drafters.lookup`).
 
     It drafts one chain of L tokens, K chains with distinct first tokens, or any tree.
     """
     if tree is None and num_drafts is None:
         num_drafts = 1
     shape = _shape(num_drafts, draft_length, tree)
-    return Method("", shape, FromTarget(), drafter=Lookup(max_ngram, min_ngram))
+    return Method("", shape, FromTarget(), Lookup(max_ngram, min_ngram))
 
 
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
@@ -169,8 +165,7 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     Both share keys and values. `options` are those of `method`. There is no draft model. This pays
     if the target was trained with `early_exit`.
     """
-    trees.checked(layers=layers)
-    return dataclasses.replace(get_method(method, **options), exit_layer=layers)
+    return dataclasses.replace(get_method(method, **options), drafter=EarlyExit(layers))
 
 
 def _shape(num_drafts: int | None, draft_length: int | None, tree: Shape) -> Tree:
@@ -257,10 +252,10 @@ def get_method(name: str, **options: Any) -> Method:
         if option not in known and not passes_on:
             names = ", ".join(known) or "none"
             raise UserError(f"method {name!r} has no option {option!r}; it has {names}")
-    if not isinstance(made := METHODS[name](**options), Method):
-        raise UserError(f"method {name!r}: its factory returns {made!r:.40}; return a Method")
+    if not isinstance(method := METHODS[name](**options), Method):
+        raise UserError(f"method {name!r}: its factory returns {method!r:.40}; return a Method")
     # A factory may build on another method, but tables tell methods apart by name.
-    return dataclasses.replace(made, name=name)
+    return dataclasses.replace(method, name=name)
 
 
 def options_for(name: str, tree: Tree) -> dict[str, Any] | None:

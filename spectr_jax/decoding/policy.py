@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ Rows: TypeAlias = Float[Array, "*rows"]
 Limits: TypeAlias = dict[str, Array] | None
 
 Process: TypeAlias = Callable[[Array, Array, Array], Array]
+"""A function of logits [V], tokens [T] and their number, as in `decoding.processing`."""
 
 LOWEST = -(2**31) + 0x7FFFFF
 """The integer for -inf under the map from float32 to int32 that preserves order."""
@@ -45,7 +46,7 @@ class Policy:
       eos: the token that ends a sequence, or several; -1 for none. The same for all sequences.
       min_p: keeps tokens with at least this fraction of the largest probability; 0 keeps all.
       process: a function of logits [V], tokens [T] and their number, applied first
-        (`decoding.processing`). Static.
+        (`decoding.processing`). A pytree with `__call__` is traced; any other function is static.
     """
 
     temperature: Number = 1.0
@@ -53,7 +54,40 @@ class Policy:
     top_p: Number | None = 1.0
     eos: int | tuple[int, ...] | Int[Array, "*several"] = -1
     min_p: Number | None = 0.0
-    process: Process | None = dataclasses.field(default=None, metadata={"static": True})
+    process: Process | None = None
+
+    def __post_init__(self) -> None:
+        if callable(self.process) and jax.tree_util.all_leaves([self.process]):
+            object.__setattr__(self, "process", Static(self.process))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A function without arrays, as a pytree that passes through `jax.jit`."""
+
+    function: Process = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, logits: Array, tokens: Array, length: Array) -> Array:
+        return self.function(logits, tokens, length)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+
+class Shaping(NamedTuple):
+    """What turns processed logits into probabilities, for each sequence."""
+
+    temperature: Rows
+    limits: Limits  # None if all tokens are kept: the program then has no code for limits.
+
+
+class PolicyRows(NamedTuple):
+    """A policy with one value per sequence."""
+
+    shaping: Shaping
+    eos: Int[Array, "*batch several"]
+    process: Process | None  # The same for all sequences.
 
 
 LIMITS = {"top_k": np.int32(0), "top_p": np.float32(1), "min_p": np.float32(0)}
@@ -107,15 +141,19 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
         raise UserError(f"{owner}eos={policy.eos!r}: {wanted}")
 
 
-def _is_process(given: Any) -> bool:
-    """Returns whether `given` is a hashable function of three arguments, as far as Python knows."""
+def _is_process(process: Any) -> bool:
+    """Returns whether `process` is a function of three arguments, as far as Python knows.
+
+    A function without arrays must be hashable.
+    """
+    function = process.function if isinstance(process, Static) else process
     try:
-        inspect.signature(given).bind("logits", "tokens", "length")
+        inspect.signature(function).bind("logits", "tokens", "length")
     except TypeError:
         return False
     except ValueError:  # Some functions written in C have no signature.
         pass
-    return isinstance(given, Hashable)
+    return isinstance(function, Hashable)
 
 
 def _numbers(given: Any) -> Shaped[np.ndarray, "..."]:
@@ -130,31 +168,42 @@ def _numbers(given: Any) -> Shaped[np.ndarray, "..."]:
     return array.astype(np.float64) if is_floating else np.array(np.nan)
 
 
-def for_rows(policy: Policy, sequences: int) -> Policy:
-    """Returns the policy with arrays that have a leading dimension of `sequences`.
-
-    If all limits are known to be at their defaults, they become None, so that the program has no
-    code for them.
-    """
+def for_rows(policy: Policy, sequences: int) -> PolicyRows:
+    """Returns the policy with one value per sequence."""
 
     def rows(value: Any, ndim: int = 1) -> Any:
         if value.ndim == ndim:
             return value
         return _numpy(value).broadcast_to(value, (sequences, *value.shape))
 
-    limits = _limits(policy) or dict.fromkeys(LIMITS)
     eos = _array(policy.eos, np.int32)
-    return dataclasses.replace(
-        policy,
-        temperature=rows(_array(policy.temperature, np.float32)),
+    return PolicyRows(
+        shaping=jax.tree.map(rows, shaping_of(policy)),
         eos=rows(eos if eos.ndim else eos.reshape(1), ndim=2),
-        **{name: limit if limit is None else rows(limit) for name, limit in limits.items()},
+        process=policy.process,
+    )
+
+
+def shaping_of(policy: Policy) -> Shaping:
+    """Returns the temperature and the limits of a policy as arrays.
+
+    Limits that are known to keep all tokens are None.
+    """
+    limits = {name: getattr(policy, name) for name in LIMITS}
+    limits = {name: LIMITS[name] if value is None else value for name, value in limits.items()}
+    traced = _numpy(list(limits.values())) is jnp
+    limited = traced or any(np.any(np.asarray(limits[name]) != LIMITS[name]) for name in LIMITS)
+    return Shaping(
+        temperature=_array(policy.temperature, np.float32),
+        limits={name: _array(limits[name], LIMITS[name].dtype) for name in LIMITS}
+        if limited
+        else None,
     )
 
 
 def _numpy(value: Any) -> Any:
     """Returns NumPy, or `jax.numpy` if `value` is traced: concrete arguments compile nothing."""
-    traced = any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(value))
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
     return jnp if traced else np
 
 
@@ -163,37 +212,34 @@ def _array(value: Any, dtype: Any) -> Any:
     return _numpy(value).asarray(value, dtype)
 
 
-def _limits(policy: Policy) -> dict[str, Any] | None:
-    """Returns the limits as arrays, or None if all are known to keep all tokens."""
-    given = {name: getattr(policy, name) for name in LIMITS}
-    given = {name: LIMITS[name] if value is None else value for name, value in given.items()}
-    traced = _numpy(list(given.values())) is jnp
-    if not traced and all(np.all(np.asarray(given[name]) == LIMITS[name]) for name in LIMITS):
-        return None
-    return {name: _array(value, LIMITS[name].dtype) for name, value in given.items()}
-
-
-def ends(tokens: Int[Array, "*shape"], policy: Policy) -> Bool[Array, "*shape"]:
+def ends(tokens: Int[Array, "*shape"], eos: Int[Array, "*batch several"]) -> Bool[Array, "*shape"]:
     """Returns which tokens end a sequence; -1 (the target had no distribution) always does."""
-    eos = jnp.atleast_1d(jnp.asarray(policy.eos))
     return jnp.any(tokens[..., None] == eos[..., None, :], axis=-1) | (tokens < 0)
 
 
 def probabilities(logits: Logits, policy: Policy) -> Logits:
-    """Returns the float32 distribution of `logits` under `policy`.
+    """Returns the float32 distribution of `logits` [..., V] under `policy`, without its process.
 
-    If the policy has one row per sequence, the first dimension of the logits is the sequences.
+    If the policy has one value per sequence, the first dimension of the logits is the sequences.
     """
-    pmf: Array = _probabilities(logits, _array(policy.temperature, np.float32), _limits(policy))
+    return shaped(logits, shaping_of(policy))
+
+
+def shaped(logits: Logits, shaping: Shaping) -> Logits:
+    """Returns the float32 distribution of processed `logits` [..., V].
+
+    If `shaping` has one value per sequence, the first dimension of the logits is the sequences.
+    """
+    pmf: Array = _shaped(logits, shaping)
     return pmf
 
 
 @jax.jit
-def _probabilities(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
+def _shaped(logits: Logits, shaping: Shaping) -> Logits:
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
-    temperature, limits = jax.tree.map(by_row, (temperature, limits))
+    temperature, limits = jax.tree.map(by_row, shaping)
     softened = functools.partial(_softened, logits, temperature, limits)
     greedy = functools.partial(_greedy, logits)
 

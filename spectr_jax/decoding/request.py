@@ -1,19 +1,22 @@
-"""The arguments of `generate` and `stream`: checks and padding before anything runs."""
+"""The checked arguments of `generate` and `stream`, as a pytree that passes through `jax.jit`."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
-from spectr_jax.decoding import checks, stopping
-from spectr_jax.decoding.loop import Call
+from spectr_jax.decoding import checks, processing, stopping
+from spectr_jax.decoding.drafters import Sequences, Setup
+from spectr_jax.decoding.loop import Call, setup_of
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, check_policy, for_rows
-from spectr_jax.decoding.tree import Keys
+from spectr_jax.decoding.policy import Policy, PolicyRows, check_policy, for_rows
+from spectr_jax.decoding.stopping import Stop, StopSpec
+from spectr_jax.decoding.tree import Keys, PerRow
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import Frozen, Trained, freeze
 from spectr_jax.utils import sharding
@@ -23,10 +26,10 @@ AnyModel: TypeAlias = Model | Frozen | Trained
 Observe: TypeAlias = Callable[[Call], Any]
 
 BUCKET = 16
-"""The padded length of prompts is a multiple of this."""
+"""The padded length of prompts, and the room for new tokens, are multiples of this."""
 
 LONG = 256
-"""Prompts of `stream`, and prompts longer than this, are padded to a multiple of this."""
+"""Prompts of `stream`, and prompts that are longer, are padded to a multiple of this."""
 
 STATIC = {"static": True}
 
@@ -34,60 +37,101 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `generate`; after `checked`, a pytree that passes through `jax.jit`."""
+    """What a generation starts from.
 
-    key: Any
+    Attributes:
+      keys: [B], one per sequence; or one for all.
+      prompts: tokens [B, T] and lengths [B].
+      limits: [B] int32, the largest length of each sequence.
+      room: static; at least the number of new tokens of each sequence.
+    """
+
+    keys: PRNGKeyArray | Keys
     method: Method = dataclasses.field(metadata=STATIC)
-    target: Any
-    draft: Any
-    prompts: Any
-    prompt_lengths: Any
-    max_new_tokens: int = dataclasses.field(metadata=STATIC)
-    policy: Any = None
-    observe: Observe | None = dataclasses.field(default=None, metadata=STATIC)
-    mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
-    draft_policy: Any = None
-    logprobs: bool = dataclasses.field(default=False, metadata=STATIC)
-    stop: Any = None
+    target: Frozen
+    draft: Frozen | None
+    prompts: Sequences
+    limits: PerRow
+    room: int = dataclasses.field(metadata=STATIC)
+    policy: PolicyRows
+    draft_policy: PolicyRows
+    observe: Observe | None = dataclasses.field(metadata=STATIC)
+    mesh: Mesh | None = dataclasses.field(metadata=STATIC)
+    logprobs: bool = dataclasses.field(metadata=STATIC)
+    stop: Stop | None
+
+    def setup(self) -> Setup:
+        """Returns what stays the same during the generation; the models are merged."""
+        return setup_of(
+            self.method,
+            self.target,
+            self.draft,
+            keys=sequence_keys(self.keys, len(self.limits)),
+            limits=self.limits,
+            policy=self.policy,
+            draft_policy=self.draft_policy,
+            stop=self.stop,
+        )
 
 
-def checked(request: Request, bucket: int) -> Request:
-    """Returns the request with frozen models, both policies, and padded prompts.
+def checked(
+    key: PRNGKeyArray | Keys,
+    method: Method,
+    target: AnyModel,
+    draft: AnyModel | None,
+    prompts: ArrayLike | Sequence[Sequence[int]],
+    prompt_lengths: ArrayLike | Sequence[int],
+    max_new_tokens: int,
+    policy: Policy | None = None,
+    observe: Observe | None = None,
+    mesh: Mesh | None = None,
+    draft_policy: Policy | None = None,
+    logprobs: bool = False,
+    stop: StopSpec = None,
+    *,
+    bucket: int = BUCKET,
+) -> Request:
+    """Returns the arguments of `generate`, checked; prompts are padded to a multiple of `bucket`.
 
     Raises:
       UserError: as in `generate`.
     """
-    method, observe, mesh = request.method, request.observe, request.mesh
-    policy = Policy() if request.policy is None else request.policy
-    draft_policy = policy if request.draft_policy is None else request.draft_policy
+    policy = Policy() if policy is None else policy
+    draft_policy = policy if draft_policy is None else draft_policy
     checks.check_method(method)
     if not isinstance(observe, Hashable) or not (observe is None or callable(observe)):
         raise UserError(f"observe={observe!r}: must be a hashable function of one Call, or None")
-    if not isinstance(request.logprobs, bool):
-        raise UserError(f"logprobs={request.logprobs!r}: must be True or False")
-    tokens = checks.whole_numbers("prompts", request.prompts)
-    lengths = checks.whole_numbers("prompt_lengths", request.prompt_lengths)
-    drafts = method.needs_draft and request.draft is not None
-    models = freeze(request.target), freeze(request.draft) if drafts else None
-    checks.check_request(method, *models, tokens, lengths, request.max_new_tokens)
-    checks.check_key(request.key, len(tokens))
-    tokenizer = getattr(request.target, "tokenizer", None)
-    stop = stopping.prepared(request.stop, tokenizer, models[0].vocab_size)
-    check_policy(policy, len(tokens))
-    check_policy(draft_policy, len(tokens), "draft_")
+    if not isinstance(logprobs, bool):
+        raise UserError(f"logprobs={logprobs!r}: must be True or False")
+    tokens = checks.whole_numbers("prompts", prompts)
+    lengths: Any = checks.whole_numbers("prompt_lengths", prompt_lengths)
+    drafts = method.needs_draft and draft is not None
+    models = freeze(target), freeze(draft) if drafts else None  # type: ignore[arg-type]
+    checks.check_request(method, *models, tokens, lengths, max_new_tokens)
+    checks.check_key(key, len(tokens))
+    tokenizer = getattr(target, "tokenizer", None)
+    for each, owner in ((policy, ""), (draft_policy, "draft_")):
+        check_policy(each, len(tokens), owner)
+        processing.check_vocabulary(each.process, models[0].vocab_size)
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
-    return dataclasses.replace(
-        request,
+    padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
+    return Request(
+        keys=key,
+        method=method,
         target=models[0],
         draft=models[1],
-        prompts=np.pad(tokens, ((0, 0), (0, missing))),
-        prompt_lengths=lengths,
+        prompts=Sequences(tokens=padded, lengths=lengths),
+        limits=lengths + np.int32(max_new_tokens),
+        room=-(-max_new_tokens // BUCKET) * BUCKET,
         policy=for_rows(policy, len(tokens)),
         draft_policy=for_rows(draft_policy, len(tokens)),
-        stop=stop,
+        observe=observe,
+        mesh=mesh,
+        logprobs=logprobs,
+        stop=stopping.prepared(stop, tokenizer, models[0].vocab_size),
     )
 
 

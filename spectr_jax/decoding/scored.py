@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax.decoding.policy import Shaping, shaped
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.types import IntScalar, Probs
 
@@ -20,11 +20,11 @@ from spectr_jax.transport.types import IntScalar, Probs
 class ScoredTree:
     """The drafts of one call, with both models' distributions at the nodes, for one sequence.
 
-    For a batch, all arrays, those of the policy included, have a leading batch dimension.
+    For a batch, all arrays have a leading batch dimension.
 
     Attributes:
       tree: static, N drafted nodes.
-      policy: turns `logits` into q.
+      shaping: the temperature and limits that turn `logits` into q.
       length: [] int32, the number of committed tokens before the call.
       tokens: [N + 1] int32 by node; the root's is the last committed token. -1 means no draft.
       p: [I, V] draft distributions at the inner nodes; [0, V] if a drafter gives the drafts, which
@@ -33,7 +33,7 @@ class ScoredTree:
     """
 
     tree: Tree = dataclasses.field(metadata={"static": True})
-    policy: Policy
+    shaping: Shaping
     length: Int[Array, "*batch"]
     tokens: Int[Array, "*batch nodes"]
     p: Float[Array, "*batch inner vocab"]
@@ -47,7 +47,7 @@ class ScoredTree:
 
     def q(self, node: IntScalar | int) -> Probs:
         """Returns the target distribution [V] of the token after `node`."""
-        return probabilities(self.logits[node], self.policy)
+        return shaped(self.logits[node], self.shaping)
 
     def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
         """Returns the draft distribution [V] that `child` was drawn from, and q [V] at `node`.

@@ -1,23 +1,20 @@
 """Decoding call by call: `stream` yields the tokens of each call of the target."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding import checks
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Loop, call, merged, observe_call, prefill
+from spectr_jax.decoding.loop import Loop, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, sequence_keys
+from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked
 from spectr_jax.decoding.stopping import StopSpec
-from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils.errors import UserError
 
 
@@ -70,18 +67,15 @@ def stream(
         given = f"{key.dtype}{list(key.shape)}"
         raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     tokens = checks.whole_numbers("prompt", prompt)
-    rows = tokens[None], np.array([tokens.size])
-    request = Request(key, method, target, draft, *rows, max_new_tokens, policy, observe)
-    request = dataclasses.replace(request, draft_policy=draft_policy, logprobs=logprobs, stop=stop)
-    return _steps(checked(request, LONG))
+    options: dict[str, Any] = {"policy": policy, "draft_policy": draft_policy, "observe": observe}
+    options |= {"logprobs": logprobs, "stop": stop, "bucket": LONG}
+    rows = tokens[None], [tokens.size], max_new_tokens
+    return _steps(checked(key, method, target, draft, *rows, **options))
 
 
 def _steps(request: Request) -> Iterator[Step]:
     """Yields the tokens of each call of the target."""
-    rows = request.prompts, request.prompt_lengths
-    options = request.max_new_tokens, request.logprobs, request.stop is not None
-    loop = _begin(request.method, request.target, request.draft, *rows, *options)
-    length, done = int(request.prompt_lengths[0]), False
+    loop, length, done = _begin(request), int(request.prompts.lengths[0]), False
     while not done:
         loop, new, observed, scores = _advance(loop, request)
         new, scores, after, done = jax.device_get((new, scores, loop.lengths[0], loop.done[0]))
@@ -91,10 +85,10 @@ def _steps(request: Request) -> Iterator[Step]:
         length = after
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
-def _begin(method: Method, target: Frozen, draft: Frozen | None, *rest: Any) -> Loop:
-    """Returns the state before the first call; `rest` are the further arguments of `prefill`."""
-    return prefill(method, *merged(method, target, draft), *rest)
+@jax.jit
+def _begin(request: Request) -> Loop:
+    """Returns the state before the first call."""
+    return begin(request.setup(), request.prompts, request.room, request.logprobs)
 
 
 @functools.partial(jax.jit, donate_argnames="loop")
@@ -102,13 +96,12 @@ def _advance(
     loop: Loop, request: Request
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
     """Calls the target once; returns the state, the new tokens, `observed` and their logprobs."""
-    method, policies = request.method, (request.policy, request.draft_policy)
-    models = merged(method, request.target, request.draft)
-    keys, limits = sequence_keys(request.key, 1), request.prompt_lengths + request.max_new_tokens
-    after, called = call(loop, method, *models, keys, limits, *policies, request.stop)
+    after, called = call(loop, request.setup())
 
     def new(rows: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(rows[0], loop.lengths[0], method.tree.height + 1)
+        return jax.lax.dynamic_slice_in_dim(
+            rows[0], loop.lengths[0], request.method.tree.height + 1
+        )
 
     observed = jax.tree.map(lambda leaf: leaf[0], observe_call(request.observe, called))
     return after, new(after.tokens), observed, jax.tree.map(new, after.logprobs)

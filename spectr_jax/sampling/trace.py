@@ -17,7 +17,7 @@ import numpy as np
 
 from spectr_jax.decoding.generate import Generation
 from spectr_jax.decoding.loop import Call
-from spectr_jax.decoding.policy import probabilities
+from spectr_jax.decoding.policy import shaped
 from spectr_jax.decoding.tree import Tree
 
 ACCEPTED, CORRECTION, BONUS, TARGET = "accepted", "correction", "bonus", "target"
@@ -70,7 +70,7 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 def seen(call: Call) -> dict[str, jax.Array]:
     """Returns the arrays of one call that `read_call` needs: an `observe` for `stream`."""
     scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
-    q = probabilities(scored.logits, scored.policy)[parent, jnp.maximum(scored.tokens, 0)]
+    q = shaped(scored.logits, scored.shaping)[parent, jnp.maximum(scored.tokens, 0)]
     return {
         "tokens": scored.tokens,
         "q": jnp.where(scored.tokens >= 0, q, 0),

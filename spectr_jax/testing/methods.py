@@ -221,7 +221,10 @@ def _decode(
     All checks of a method under one policy share this program.
     """
     # Self-speculation drafts with the target's first layers.
-    models = TableModel(table, exits=(draft,) * max(1, method.exit_layer)), TableModel(draft)
+    models = (
+        TableModel(table, exits=(draft,) * getattr(method.drafter, "layers", 1)),
+        TableModel(draft),
+    )
     own = None
     if draft_temperature is not None:
         own = dataclasses.replace(policy, temperature=float(draft_temperature))

@@ -1,6 +1,5 @@
 """Drafting rules draw from their distributions, and drafting with a cache equals a run without."""
 
-import functools
 import pathlib
 import re
 import textwrap
@@ -11,9 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import drafting, tree
-from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax import transport
+from spectr_jax.decoding import Method, tree
+from spectr_jax.decoding.drafters import DraftModel, Sequences, Verified, levels
+from spectr_jax.decoding.loop import setup_of
+from spectr_jax.decoding.policy import Policy, for_rows, probabilities
+from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
@@ -52,7 +56,8 @@ def full(model):
 def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, case):
     """Checks two calls, with a commit between them."""
     shape, accepted = PATHS[case]
-    graphdef, state = nnx.split(model)
+    frozen, policy = freeze(model), for_rows(Policy(), 3)
+    method = Method("", shape, TokenByToken(transport.get("maximal")))
     rng = np.random.default_rng(0)
     sequences = rng.integers(1, 17, (3, 20))
     lengths = jnp.asarray(LENGTHS)
@@ -60,11 +65,19 @@ def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, cas
     for row, nodes in enumerate(accepted):
         path[row, : len(nodes)] = nodes
 
+    def setup():
+        rows = {"keys": jax.random.split(jax.random.key(0), 3), "limits": lengths + 12}
+        return setup_of(method, frozen, frozen, **rows, policy=policy, draft_policy=policy)
+
     @jax.jit
     def call(key, sequences, lengths, cache):
-        keys, own = jax.random.split(key, 3), nnx.merge(graphdef, state)
-        how = drafting.RULES["iid"], shape, Policy()
-        return drafting.draft(keys, own, *how, sequences, lengths, cache)
+        keys, committed = jax.random.split(key, 3), Sequences(sequences, lengths)
+        return DraftModel().draft(setup(), keys, committed, cache, cache)
+
+    @jax.jit
+    def commit(cache, path, before, after):
+        verified = Verified(None, None, None, path, before, Sequences(None, after))
+        return DraftModel().commit(setup(), cache, verified)
 
     def check(drafts, sequences, lengths):
         p, drawn = np.asarray(drafts.p), np.asarray(drafts.tokens)
@@ -80,7 +93,7 @@ def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, cas
     positions = np.broadcast_to(np.arange(8), (3, 8))
     start = sequences[:, :8], positions, causal(jnp.zeros((3, 8)))
     _, cache = jax.jit(lambda: model.extend(*start, model.init_cache(3, 32)))()
-    cache = Cache(cache.rows, drafting.committed_length(lengths))
+    cache = Cache(cache.rows, levels.committed_length(lengths))
     first = call(jax.random.key(0), sequences, lengths, cache)
     check(first, sequences, LENGTHS)
 
@@ -88,8 +101,7 @@ def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, cas
     for row, nodes in enumerate(accepted):
         accepted_tokens = np.asarray(first.tokens)[row, np.array(nodes, int)]
         sequences[row, LENGTHS[row] : new_lengths[row]] = [*accepted_tokens, rng.integers(1, 17)]
-    commit = jax.jit(functools.partial(drafting.commit, model), static_argnums=1)
-    committed = commit(first.cache, shape, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
+    committed = commit(first.state, jnp.asarray(path), lengths, jnp.asarray(new_lengths))
     check(
         call(jax.random.key(1), sequences, jnp.asarray(new_lengths), committed),
         sequences,
@@ -106,7 +118,7 @@ def _drawn(rule, probs, count, draws, seed):
     """Returns the tokens [draws, nodes, count] that a rule draws with one key per draw."""
 
     def draw(key):
-        return drafting.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))
+        return levels.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))
 
     keys = jax.random.split(jax.random.key(seed), draws)
     return np.asarray(jax.jit(jax.vmap(draw))(keys))
@@ -136,7 +148,7 @@ def test_the_drafting_rule_of_contributing_md_works(monkeypatch):
     guide = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     block = r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n)+)"
     exec(textwrap.dedent(re.search(block, guide, re.DOTALL)[1]), names := {"jax": jax, "jnp": jnp})
-    monkeypatch.setitem(drafting.RULES, "likeliest", names["likeliest"])
+    monkeypatch.setitem(levels.RULES, "likeliest", names["likeliest"])
     drawn = _drawn("likeliest", PROBS, 2, 3, seed=0)
     np.testing.assert_array_equal(drawn, [[[0, 1], [3, 2], [1, 3]]] * 3)
 

@@ -1,5 +1,7 @@
 """`generate` and `decode` on transformers, and the arguments that they refuse."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,7 @@ def test_decode_inside_jit_equals_generate(count_compilations):
     both = twice(keys, target, draft, prompts, lengths, 1.0)
     for key, (ours, doubled) in zip(keys, both, strict=True):
         theirs = generate(key, method, target, draft, prompts, lengths, 8, Policy(eos=7))
+        theirs = dataclasses.replace(theirs, tokens=theirs.tokens[:, : ours.tokens.shape[1]])
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
         np.testing.assert_array_equal(doubled, 2 * theirs.lengths)
     with count_compilations() as compiled:

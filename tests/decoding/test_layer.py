@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.policy import shaping_of
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree, parse
 from spectr_jax.decoding.verifiers import lattice
@@ -159,7 +160,12 @@ def _continued(q_of, path, length):
 @functools.partial(jax.jit, static_argnums=0)
 def _selections(method, keys, tokens, p, logits):
     scored = ScoredTree(
-        tree=method.tree, policy=Policy(), length=jnp.int32(7), tokens=tokens, p=p, logits=logits
+        tree=method.tree,
+        shaping=shaping_of(Policy()),
+        length=jnp.int32(7),
+        tokens=tokens,
+        p=p,
+        logits=logits,
     )
     return jax.lax.map(lambda key: method.verifier(key, scored), keys, batch_size=500)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Method, Policy, get_method
+from spectr_jax.decoding.drafters import Lookup
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.lookup import Lookup
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import FromTarget, TokenByToken
 from spectr_jax.models.table import TableModel, random_table
@@ -62,7 +62,9 @@ def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
     lengths = rng.integers(1, 16, 300)
     rows = rng.integers(0, 3, (300, PADDED)).astype(np.int32)
     rows[:20] = np.arange(PADDED) % 3
-    drafts = jax.jit(jax.vmap(lambda tokens, length: lookup(tree, tokens, length)))(rows, lengths)
+    drafts = jax.jit(jax.vmap(lambda tokens, length: lookup.copied(tree, tokens, length)))(
+        rows, lengths
+    )
     prefixes = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
     expected = [_by_hand(lookup, tree, prefix) for prefix in prefixes]
     np.testing.assert_array_equal(drafts, expected)
@@ -72,7 +74,9 @@ def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
 def test_a_large_max_ngram_does_not_enlarge_the_program():
     def size(max_ngram):
         lookup, tree = Lookup(max_ngram), parse("chain:2")
-        traced = jax.make_jaxpr(lambda tokens: lookup(tree, tokens, 9))(np.zeros(2000, np.int32))
+        traced = jax.make_jaxpr(lambda tokens: lookup.copied(tree, tokens, 9))(
+            np.zeros(2000, np.int32)
+        )
         return len(str(traced))
 
     assert size(1500) < size(100) + 50
@@ -91,7 +95,7 @@ def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():
         ([4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5], [1, 9, 2, 5]),
     ):
         padded = np.pad(np.array(tokens, np.int32), (0, 12 - len(tokens)))
-        assert lookup(tree, padded, len(tokens)).tolist() == drafts, tokens
+        assert lookup.copied(tree, padded, len(tokens)).tolist() == drafts, tokens
 
 
 def test_acceptance_is_the_target_probability_of_the_drafts():
@@ -163,11 +167,14 @@ def test_only_methods_that_draft_with_a_model_need_one():
     [
         (lambda: get_method("lookup", max_ngram=0), "max_ngram=0"),
         (lambda: get_method("lookup", min_ngram=4), "min_ngram=4: must be at most max_ngram=3"),
-        (lambda: get_method("self_speculative", method="lookup"), "exit_layer=1"),
-        (lambda: Method("mine", parse("2"), FromTarget()), "method 'mine': a drafter"),
+        (lambda: get_method("self_speculative", method="lookup"), "FromTarget does not verify"),
+        (
+            lambda: Method("mine", parse("2"), FromTarget()),
+            "FromTarget does not verify drafts of Dra",
+        ),
         (
             lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()),
-            "method 'mine': a drafter",
+            r"TokenByToken does not verify drafts of Lookup\(max_ngram=3",
         ),
     ],
 )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import scoring, tree
+from spectr_jax.decoding import tree
+from spectr_jax.decoding.loop import score
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -43,7 +44,7 @@ def test_logits_of_a_packed_tree_equal_separate_forward_passes(model, full, spec
         _, cache = model.extend(sequences, positions, causal(np.zeros((3, 6))), cache)
         tokens = jnp.asarray(np.concatenate([root[:, None], drafts], axis=1))
         lengths_B = jnp.asarray(lengths)
-        return scoring.score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
+        return score(model, shape, tokens, lengths_B, Cache(cache.rows, lengths_B - 1))[0]
 
     logits = np.asarray(packed())
     for row in range(3):

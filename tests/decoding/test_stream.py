@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, get_method, loop, stream
+from spectr_jax.decoding import Policy, get_method, loop, running, stream
+from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.policy import for_rows
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError
@@ -60,11 +63,17 @@ def test_prompts_run_in_chunks_fill_the_same_cache(monkeypatch):
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11)))
     lengths = jnp.array([11, 5, 8])
-    start = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))
+    rows = {"keys": jax.random.split(jax.random.key(0), 3), "limits": lengths + 3}
+    rows |= dict.fromkeys(("policy", "draft_policy"), for_rows(Policy(), 3))
+
+    def start():
+        setup = loop.setup_of(method, freeze(model), freeze(model), **rows)
+        return jax.jit(lambda: loop.begin(setup, Sequences(prompts, lengths), 3))()
+
     whole = start()
-    monkeypatch.setattr(loop, "PIECE", 4)
-    pieces = jax.jit(lambda: loop.prefill(method, model, model, prompts, lengths, 3))()
-    for name in ("target_cache", "draft_cache"):
+    monkeypatch.setattr(running, "PIECE", 4)
+    pieces = start()
+    for name in ("target_cache", "drafter"):
         one, other = getattr(whole, name), getattr(pieces, name)
         np.testing.assert_array_equal(one.lengths, other.lengths)
         for rows, again in zip(jax.tree.leaves(one.rows), jax.tree.leaves(other.rows), strict=True):

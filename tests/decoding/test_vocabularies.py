@@ -14,7 +14,8 @@ import pytest
 
 from spectr_jax import transport
 from spectr_jax.decoding import Policy
-from spectr_jax.decoding.drafting import RULES
+from spectr_jax.decoding.drafters.levels import RULES
+from spectr_jax.decoding.policy import shaping_of
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken, Traversal
@@ -83,7 +84,7 @@ def _emitted(verifier, tree, keys, p, q):
             tokens = jnp.concatenate([tokens, drawn[parents, tree.sibling_rank[nodes]]])
         scored = ScoredTree(
             tree=tree,
-            policy=Policy(),
+            shaping=shaping_of(Policy()),
             length=jnp.int32(0),
             tokens=tokens,
             p=p[tokens[tree.inner] % CONTEXTS],

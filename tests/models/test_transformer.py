@@ -13,7 +13,6 @@ from spectr_jax import check_model
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.early_exit import EarlyExit
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel, random_table
@@ -107,9 +106,8 @@ def test_an_early_exit_computes_only_the_first_layers(model):
     """The exit uses the cache of the whole model, and leaves the rows of other layers unchanged."""
     tokens, positions, visible = np.arange(5)[None], np.arange(5)[None], np.tri(5, dtype=bool)[None]
     cache = jax.tree.map(lambda leaf: leaf + 1, model.init_cache(1, 8).rows)
-    logits, after = EarlyExit(model, 2).extend(
-        tokens, positions, visible, Cache(cache, jnp.zeros(1, jnp.int32))
-    )
+    whole = Cache(cache, jnp.zeros(1, jnp.int32))
+    logits, after = model.extend(tokens, positions, visible, whole, layers=2)
     (exit_logits,) = model.exits(tokens, positions, visible, after=(2,))
     np.testing.assert_allclose(logits, exit_logits, atol=1e-5)
     assert not np.array_equal(after.rows[1][0], cache[1][0])

@@ -108,7 +108,7 @@ def observe_positions(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
 
     def observe(call: Call) -> dict[str, jax.Array]:
         (visited, depth), tokens = _visited(call), call.chosen.tokens
-        is_eos = ends(tokens, call.scored.policy)
+        is_eos = ends(tokens, call.eos)
         reached = (visited & ~(jnp.cumsum(is_eos) - is_eos > 0))[:-1]
         accepted = reached & (depth < call.chosen.emitted - 1)[:-1]
         start = jnp.zeros(capacity, jnp.int32).at[call.scored.length]
@@ -131,7 +131,7 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
       kl: KL(target, draft) at the root, in bits.
     """
     chosen, scored, depth = call.chosen, call.scored, jnp.arange(call.scored.tree.height)
-    is_eos = ends(chosen.tokens[:-1], scored.policy)
+    is_eos = ends(chosen.tokens[:-1], call.eos)
     ended = jnp.cumsum(is_eos) - is_eos > 0
     accepted = (depth < chosen.emitted - 1) & ~ended
     counts = jnp.zeros(scored.tree.size + 1).at[chosen.path].add(accepted).at[0].set(1)

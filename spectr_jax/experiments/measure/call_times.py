@@ -16,17 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from spectr_jax.decoding import Method, Policy, drafting, scoring
-from spectr_jax.decoding.loop import call, prefill
+from spectr_jax.decoding import Method, Policy, loop
+from spectr_jax.decoding.drafters import Sequences, Setup
 from spectr_jax.decoding.policy import for_rows
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import for_each_sequence
 from spectr_jax.experiments.measure.bench import side_by_side
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import freeze
 
 PASSES = 8
 """Passes of the device loop per measurement."""
@@ -110,45 +109,74 @@ def phase_timers(
       context: committed random tokens per sequence.
       phases: names of the timers to make.
     """
-    models = freeze(target), freeze(draft)
-    tree, room = method.tree, method.tree.height + 1
+    models, room = (freeze(target), freeze(draft)), method.tree.height + 1
     lengths = jnp.full(batch, context, jnp.int32)
-    keys = jax.random.split(jax.random.key(0), batch)
-    prompts = _random_tokens(target, batch, context)
+    prompts = Sequences(tokens=_random_tokens(target, batch, context), lengths=lengths)
+    keys, policy = jax.random.split(jax.random.key(0), batch), for_rows(Policy(), batch)
+    rows: dict[str, Any] = {
+        "keys": keys,
+        "limits": lengths + room,
+        "policy": policy,
+        "draft_policy": policy,
+    }
 
-    def merged(models) -> tuple[Any, Any]:
-        return models[0].merge(), models[1].merge()
+    def setup(models) -> Setup:
+        return loop.setup_of(method, *models, **rows)
 
-    start = jax.jit(lambda models: prefill(method, *merged(models), prompts, lengths, room))(models)
+    start = jax.jit(lambda models: loop.begin(setup(models), prompts, room))(models)
+    caches = start.target_cache, start.drafter
 
-    def whole_call(models, loop):
-        return call(loop, method, *merged(models), keys, lengths + room, Policy())
-
-    def call_phase(_, models, loop):
-        after, _ = whole_call(models, loop)
-        target_cache = _at(after.target_cache, start.target_cache.lengths)
-        draft_cache = _at(after.draft_cache, start.draft_cache.lengths)
-        return start._replace(step=after.step, target_cache=target_cache, draft_cache=draft_cache)
+    def with_caches(caches) -> loop.Loop:
+        return start._replace(target_cache=caches[0], drafter=caches[1])
 
     @jax.jit
     def sample(models, step):
-        _, seen = whole_call(models, start._replace(step=step))
-        return seen.scored.tokens, seen.scored.p, seen.scored.logits, seen.chosen
+        drafts = loop.draft(start, setup(models), _fold(keys, step))
+        on_tree = drafts, method.tree, start.target_cache
+        return drafts, loop.score_and_select(start, setup(models), keys, *on_tree)
 
     if set(phases) == {"draft"}:  # Drafting needs only the shapes of a call.
         samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
     else:
         samples = [sample(models, step) for step in np.arange(4)]
-    tokens, p, logits, chosen = samples[0]
-    caches = start.target_cache, start.draft_cache
-    drafts, draft_inputs = drafting.Drafts(tokens, p, caches[1]), [(models[1], start.features)]
-    score_inputs = [(models[0], each[0]) for each in samples]
-    select_inputs, commit_inputs = [each[:3] for each in samples], [each[3] for each in samples]
+
+    def call_phase(_, models, before):
+        after, _ = loop.call(before, setup(models))
+        after_caches = _at((after.target_cache, after.drafter), caches)
+        return with_caches(after_caches)._replace(calls=after.calls)
+
+    def draft_phase(step, models, drafts):
+        before = with_caches((drafts.target_cache, drafts.state))
+        drafts = loop.draft(before, setup(models), _fold(keys, step))
+        target_cache, state = _at((drafts.target_cache, drafts.state), caches)
+        return drafts._replace(target_cache=target_cache, state=state)
+
+    def score_phase(_, fixed, carry):
+        models, tokens = fixed
+        logits, _, cache = loop.score(models[0].merge(), method.tree, tokens, lengths, carry[1])
+        return logits, _at(cache, start.target_cache)
+
+    def commit_phase(_, fixed, carry):
+        models, drafts, selected = fixed
+        drafts = drafts._replace(state=carry[1])
+        after = loop.commit(start, setup(models), drafts, selected._replace(cache=carry[0]))
+        return _at((after.target_cache, after.drafter), caches)
+
+    drafts, selected = samples[0]
+    of_select = [(drafts.tokens, drafts.p, selected.logits) for drafts, selected in samples]
+    of_commit = [
+        (models, drafts._replace(state=None, target_cache=None), selected._replace(cache=None))
+        for drafts, selected in samples
+    ]
     loops: dict[str, tuple[Callable, list[Any], Any]] = {
-        "draft": (_draft_phase(method, keys, start.tokens, lengths), draft_inputs, drafts),
-        "score": (_score_phase(tree, lengths), score_inputs, (logits, caches[0])),
-        "select": (_select_phase(method, keys, lengths), select_inputs, chosen),
-        "commit": (_commit_phase(tree, models[1], lengths), commit_inputs, caches),
+        "draft": (draft_phase, [models], drafts),
+        "score": (
+            score_phase,
+            [(models, drafts.tokens) for drafts, _ in samples],
+            (selected.logits, caches[0]),
+        ),
+        "select": (_select_phase(method, keys, lengths), of_select, selected.chosen),
+        "commit": (commit_phase, of_commit, caches),
         "call": (call_phase, [models], start),
     }
     return {name: _loop_timer(*loops[name]) for name in phases}
@@ -174,45 +202,15 @@ def token_timer(method: Method, vocab_size: int, batch: int) -> Timer:
     return lambda: timer() / emitted
 
 
-def _draft_phase(method: Method, keys_B, tokens_BxT, lengths_B) -> Callable:
-    def phase(step, fixed, drafts):
-        (model, seen), cache = fixed, drafts.cache
-        keys, rule = _fold(keys_B, step), drafting.RULES[method.verifier.rule]
-        committed = tokens_BxT, lengths_B, cache, seen
-        drafts = drafting.draft(keys, model.merge(), rule, method.tree, Policy(), *committed)
-        return drafts._replace(cache=_at(drafts.cache, cache.lengths))
-
-    return phase
-
-
-def _score_phase(tree: Tree, lengths_B) -> Callable:
-    def phase(_, fixed, scored):
-        model, tokens = fixed
-        logits, _, cache = scoring.score(model.merge(), tree, tokens, lengths_B, scored[1])
-        return logits, _at(cache, scored[1].lengths)
-
-    return phase
-
-
 def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
     def phase(step, fixed, _):
         tokens, p, logits = fixed
-        policy, done = for_rows(Policy(), len(lengths_B)), jnp.zeros(len(lengths_B), bool)
+        batch = len(lengths_B)
+        shaping, done = for_rows(Policy(), batch).shaping, jnp.zeros(batch, bool)
         scored = ScoredTree(
-            tree=method.tree, policy=policy, length=lengths_B, tokens=tokens, p=p, logits=logits
+            tree=method.tree, shaping=shaping, length=lengths_B, tokens=tokens, p=p, logits=logits
         )
         return for_each_sequence(method.verifier, done, _fold(keys_B, step), scored)
-
-    return phase
-
-
-def _commit_phase(tree: Tree, draft: Frozen, lengths_B) -> Callable:
-    def phase(_, chosen, caches):
-        target_cache, draft_cache = caches
-        after, path = lengths_B + chosen.emitted, chosen.path
-        target_after = scoring.commit(target_cache, tree, path, after)
-        draft_after = drafting.commit(draft, draft_cache, tree, path, lengths_B, after)
-        return _at(target_after, target_cache.lengths), _at(draft_after, draft_cache.lengths)
 
     return phase
 
@@ -225,7 +223,7 @@ def _random_call(model: Model, batch: int, count: int, context: int) -> tuple[ja
     """Returns new tokens [batch, count], and a cache with `context` committed ones."""
     cache = model.init_cache(batch, context + count)
     lengths = jnp.full(batch, context, jnp.int32)
-    return _random_tokens(model, batch, count), _at(cache, lengths)
+    return _random_tokens(model, batch, count), dataclasses.replace(cache, lengths=lengths)
 
 
 def _random_tokens(model: Model, batch: int, count: int) -> jax.Array:
@@ -241,8 +239,13 @@ def _extend(model: Model, new: jax.Array, cache: Cache) -> tuple[jax.Array, Cach
     return model.extend(new, positions, visible, cache)
 
 
-def _at(cache: Cache, lengths: jax.Array) -> Cache:
-    return dataclasses.replace(cache, lengths=lengths)
+def _at(caches: Any, first: Any) -> Any:
+    """Returns `caches`, a pytree with caches, with the lengths of those of `first`."""
+
+    def back(cache, old):
+        return Cache(cache.rows, old.lengths) if isinstance(old, Cache) else cache
+
+    return jax.tree.map(back, caches, first, is_leaf=lambda node: isinstance(node, Cache))
 
 
 def _loop_timer(body: Callable, fixed: list[Any], start: Any) -> Timer:

@@ -50,7 +50,7 @@ def observe_replays(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, j
         scored = call.scored.part(method.tree, part_of(call.scored.tree, method.tree))
         chosen = method.verifier(key, scored)
         is_emitted = jnp.arange(len(chosen.tokens)) < chosen.emitted
-        is_eos = ends(chosen.tokens, scored.policy) & is_emitted
+        is_eos = ends(chosen.tokens, call.eos) & is_emitted
         return jnp.where(jnp.any(is_eos), jnp.argmax(is_eos) + 1, chosen.emitted).astype(jnp.int32)
 
     def observe(call: Call) -> dict[str, jax.Array]:

@@ -9,6 +9,7 @@ N + 1.
 """
 
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +18,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spectr_jax.decoding import tree as trees
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.drafters.base import Drafter, Drafts, Sequences, Setup, without_p
+from spectr_jax.decoding.tree import Keys, Tree
+from spectr_jax.models.cache import Cache
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError
 
@@ -28,7 +31,7 @@ UNROLLED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class Lookup(Drafter):
     """Fills a tree with the tokens that followed earlier occurrences of the last n tokens.
 
     Longer n-grams rank first; among equals, later occurrences do. The children of a node are the
@@ -56,7 +59,15 @@ class Lookup:
             limit = f"must be at most max_ngram={self.max_ngram}"
             raise UserError(f"min_ngram={self.min_ngram}: {limit}")
 
-    def __call__(self, tree: Tree, tokens: Places, length: IntScalar) -> Int[Array, " nodes"]:
+    def draft(
+        self, setup: Setup, keys_B: Keys, sequences: Sequences, state: Any, target_cache: Cache
+    ) -> Drafts:
+        """See `Drafter.draft`."""
+        drafted = jax.vmap(functools.partial(self.copied, setup.tree))(*sequences)
+        tokens = jnp.concatenate([sequences.last(), drafted], axis=1)
+        return without_p(setup, tokens, state, target_cache)
+
+    def copied(self, tree: Tree, tokens: Places, length: IntScalar) -> Int[Array, " nodes"]:
         """Returns the tokens of the drafted nodes 1..N of one sequence; -1 means no draft.
 
         Args:

@@ -1,0 +1,205 @@
+"""Draws a tree from a model, level by level (SpecTr, section 7).
+
+The model runs on the inner nodes, which have children. A rule draws the children of each.
+
+Shape suffixes: B sequences, N drafted nodes, I inner nodes (root included), W inner nodes of a
+level, V vocabulary, R recalled tokens, F features.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from spectr_jax.decoding import processing
+from spectr_jax.decoding.drafters.base import RECALLED, Sequences, Setup
+from spectr_jax.decoding.policy import shaped
+from spectr_jax.decoding.running import run
+from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
+from spectr_jax.models.cache import Cache
+from spectr_jax.transport import race as race_plan
+from spectr_jax.transport.base import draw as draw_tokens
+from spectr_jax.transport.types import IntScalar, Probs
+
+LevelProbs: TypeAlias = Float[Array, "width vocab"]
+Counts: TypeAlias = Int[np.ndarray, " width"]
+LevelTokens: TypeAlias = Int[Array, "width children"]
+BatchProbs: TypeAlias = Float[Array, "batch width vocab"]
+
+
+class Drawn(NamedTuple):
+    """A drawn tree."""
+
+    tokens: NodeTokens  # int32; the root's is the last committed token.
+    p: Float[Array, "batch inner vocab"]  # The draft distribution at each inner node.
+    cache: Cache  # The model's, with the inner nodes pending.
+
+
+def iid(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
+    """Returns independent draws from each row of `p`; consumes `key`."""
+    keys, shape = jax.random.split(key, len(p)), (int(counts.max()),)
+    return jax.vmap(lambda key, probs: draw_tokens(key, probs, shape))(keys, p)
+
+
+def without_replacement(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
+    """Returns draws without replacement from each row of `p` (Gumbel top-k); consumes `key`.
+
+    They follow the Plackett-Luce distribution: each is drawn from p without the tokens before it.
+    Once the support of p is exhausted, distinct tokens with p = 0 follow.
+    """
+    keys, most = jax.random.split(key, len(p)), int(counts.max())
+    return jax.vmap(lambda key, probs: race_plan.arrivals(key, probs, most))(keys, p)
+
+
+def race(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
+    """Returns draws without replacement, like `without_replacement`, with one race for all rows.
+
+    The plan `transport.race` runs the same race with the same `key`.
+    """
+    return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
+
+
+def greedy(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
+    """Returns the likeliest tokens of each row of `p` and, as last child, a draw from the others.
+
+    Consumes `key`. Source: Hu et al., 2025.
+    """
+
+    most = int(counts.max())
+
+    def likeliest_and_one(
+        key: PRNGKeyArray, probs: Probs, count: IntScalar
+    ) -> Int[Array, " children"]:
+        likeliest = jax.lax.top_k(probs, most - 1)[1]
+        is_likeliest = jnp.arange(most) < count - 1
+        taken = jnp.where(is_likeliest[:-1], likeliest, len(probs))
+        one = draw_tokens(key, probs.at[taken].set(0, mode="drop"))
+        return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
+
+    keys = jax.random.split(key, len(p))
+    return jax.vmap(likeliest_and_one)(keys, p, jnp.asarray(counts))
+
+
+Rule: TypeAlias = Callable[[PRNGKeyArray, LevelProbs, Counts], LevelTokens]
+
+RULES: dict[str, Rule] = {
+    "iid": iid,
+    "without_replacement": without_replacement,
+    "race": race,
+    "greedy": greedy,
+}
+"""The rules that draw the children of the W inner nodes of a level, by their name in `Plan.drafts`.
+
+A rule is a function of a key, the distributions p [W, V], and the number of children of each node,
+`counts` [W]. It returns tokens [W, C], where C is the largest count. Entries past a node's count
+are unused.
+"""
+
+
+def committed_length(lengths_B: PerRow, recalled: int = RECALLED) -> PerRow:
+    """Returns the length of the model's cache between calls, for sequences of `lengths_B`."""
+    return jnp.maximum(lengths_B - recalled, 0)
+
+
+def draw(
+    setup: Setup,
+    keys_B: Keys,
+    model: Any,
+    sequences: Sequences,
+    cache: Cache,
+    recalled: int,
+    features_BxRxF: Float[Array, "batch recalled features"] | None = None,
+) -> Drawn:
+    """Draws the tokens of the tree from `model`; consumes `keys_B`.
+
+    The nodes at depth d, after n committed tokens, use `fold_in(key, n + d - 1)`. The model runs
+    first on the last R = `recalled` committed tokens, so `cache` has the length
+    `committed_length(lengths, R)`. `features_BxRxF` are the target's features for these tokens, if
+    the model sees any. In a sequence shorter than R, the root is not the last of the R tokens, and
+    later ones are unused.
+    """
+    tree, (tokens_BxT, lengths_B) = setup.tree, sequences
+    root_B, index_BxR = lengths_B - 1 - cache.lengths, cache.lengths[:, None] + jnp.arange(recalled)
+    last = (
+        jnp.take_along_axis(tokens_BxT, index_BxR, axis=1),
+        jnp.minimum(index_BxR, model.context - 1),
+        jnp.broadcast_to(np.tri(recalled, dtype=bool), (len(root_B), recalled, recalled)),
+    )
+    ran = _Ran(*run(model, *last, cache, features_BxNxE=features_BxRxF, only_B=root_B))
+    tokens, p = [sequences.last()], []
+    for depth, nodes in enumerate(tree.levels[1:]):
+        parents = np.intersect1d(tree.levels[depth], tree.inner)
+        drafted = jnp.concatenate(tokens, axis=1)
+        process = setup.draft_policy.process
+        logits = processing.processed(process, tree, parents, ran.logits, drafted, *sequences)
+        positions_B, pmf = lengths_B + depth, shaped(logits, setup.draft_policy.shaping)
+        if tokens_BxT.shape[1] > model.context:
+            # The draft drafts nothing past its context: verifiers ignore drafts with p = 0.
+            pmf = jnp.where(positions_B[:, None, None] <= model.context, pmf, 0)
+        p.append(pmf)
+        level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
+        tokens.append(_children(level_keys_B, RULES[setup.verifier.rule], tree, nodes, pmf))
+        inner = np.intersect1d(nodes, tree.inner)
+        if len(inner):
+            inner_tokens = tokens[-1][:, inner - nodes[0]]
+            level = inner, inner_tokens, positions_B
+            ran = _run_on_level(model, tree, recalled, *level, root_B, ran)
+    return Drawn(
+        tokens=jnp.concatenate(tokens, axis=1), p=jnp.concatenate(p, axis=1), cache=ran.cache
+    )
+
+
+class _Ran(NamedTuple):
+    """The model's outputs for the root, or for the inner nodes of a level."""
+
+    logits: BatchProbs  # Of the token after each node.
+    features: Float[Array, "batch width features"] | None  # The draft's, if it sees the target's.
+    cache: Cache  # With these nodes and those above them pending.
+
+
+def _run_on_level(
+    model: Any,
+    tree: Tree,
+    recalled: int,
+    inner: Int[np.ndarray, " width"],
+    tokens_BxW: Int[Array, "batch width"],
+    positions_B: PerRow,
+    root_B: PerRow,
+    above: _Ran,
+) -> _Ran:
+    """Runs the model on the `inner` nodes of a level, given its outputs for the level `above`."""
+    B, W = tokens_BxW.shape
+    first, last = tree.inner_rank[inner[0]], tree.inner_rank[inner[-1]]
+    parents = tree.parent[inner]
+    inner_above = np.intersect1d(tree.levels[tree.depth[parents[0]]], tree.inner)
+    features = above.features
+    if features is not None:
+        features = features[:, np.searchsorted(inner_above, parents)]
+    positions_B = jnp.minimum(positions_B, model.context - 1)
+    # The pending rows are the recalled tokens, then the inner nodes through this level.
+    sees_recalled_BxR = jnp.arange(recalled) <= root_B[:, None]
+    sees_inner = tree.ancestors[np.ix_(inner, tree.inner[1 : last + 1])]
+    visible = (
+        jnp.broadcast_to(sees_recalled_BxR[:, None, :], (B, W, recalled)),
+        jnp.broadcast_to(sees_inner, (B, *sees_inner.shape)),
+    )
+    positions_BxW = jnp.broadcast_to(positions_B[:, None], (B, W))
+    new = tokens_BxW, positions_BxW, jnp.concatenate(visible, axis=-1)
+    pending = recalled + int(first) - 1
+    return _Ran(*run(model, *new, above.cache, pending, features_BxNxE=features))
+
+
+def _children(
+    keys_B: Keys, rule: Any, tree: Tree, nodes: Int[np.ndarray, " level"], p_BxWxV: BatchProbs
+) -> Int[Array, "batch level"]:
+    """Returns tokens for the `nodes` of a level, drawn from `p_BxWxV` at their parents."""
+    ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
+    parents = parents - parents.min()
+    counts = np.bincount(parents)
+    children: Array = jax.vmap(lambda key, p_WxV: rule(key, p_WxV, counts)[parents, ranks])(
+        keys_B, p_BxWxV
+    )
+    return children
