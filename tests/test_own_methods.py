@@ -25,9 +25,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
-VERIFIER = re.search(r"## How to add a verifier\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[
-    1
-]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
 
 
@@ -176,11 +173,16 @@ def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
-def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
+@pytest.mark.parametrize(
+    ("part", "name"), [("verifier", "one_token"), ("drafter", "followers")]
+)
+def test_the_examples_of_contributing_md_pass_their_checks(part, name, monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
-    exec(textwrap.dedent(VERIFIER), {"__name__": "guide"})
-    assert "one_token" in decoding.methods.METHODS
+    block = rf"## How to add a {part}\n.*?\n\n((?: {{4}}[^\n]*\n|\n)+)"
+    code = textwrap.dedent(re.search(block, GUIDE, re.DOTALL)[1])
+    exec(code, {"__name__": "guide"})
+    assert name in decoding.methods.METHODS
 
 
 def test_a_plan_is_refused_as_a_verifier():

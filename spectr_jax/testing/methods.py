@@ -229,7 +229,8 @@ def _decode(
     if draft_temperature is not None:
         own = dataclasses.replace(policy, temperature=float(draft_temperature))
     result = generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
-    return jax.tree.map(np.asarray, result)
+    result = jax.tree.map(np.asarray, result)
+    return dataclasses.replace(result, tokens=result.tokens[:, : prompts.shape[1] + LENGTH])
 
 
 def _keys(seed: int) -> jax.Array:
