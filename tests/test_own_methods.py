@@ -173,9 +173,7 @@ def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
-@pytest.mark.parametrize(
-    ("part", "name"), [("verifier", "one_token"), ("drafter", "followers")]
-)
+@pytest.mark.parametrize(("part", "name"), [("verifier", "one_token"), ("drafter", "followers")])
 def test_the_examples_of_contributing_md_pass_their_checks(part, name, monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)

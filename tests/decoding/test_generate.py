@@ -135,6 +135,19 @@ def test_prompts_padded_to_one_bucket_share_a_program(count_compilations):
     np.testing.assert_array_equal(*tokens)
 
 
+def test_limits_within_one_bucket_share_a_program(count_compilations):
+    models = TableModel(random_table(0, 5)), TableModel(random_table(1, 5))
+    method, outs = get_method("otm_block", tree="2,1"), []
+    for limit in (16, 1, 7):
+        with count_compilations() as compiled:
+            outs.append(generate(KEY, method, *models, [[1], [2]], [1, 1], limit))
+        np.testing.assert_array_equal(outs[-1].lengths, 1 + limit)
+        tokens = np.asarray(outs[0].tokens)
+        expected = np.where(np.arange(tokens.shape[1]) < 1 + limit, tokens, 0)
+        np.testing.assert_array_equal(outs[-1].tokens, expected)
+        assert limit == 16 or not compiled
+
+
 def test_decode_inside_jit_equals_generate(count_compilations):
     """Models, keys and temperature are arguments of the jitted function, so new values compile
     nothing."""

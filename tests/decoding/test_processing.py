@@ -1,14 +1,16 @@
 """Logits processes: each node sees its own path, and outputs follow the processed target."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.decoding import Policy, bias, get_method, only, repetition_penalty
+from spectr_jax.decoding import Policy, bias, decode, get_method, only, repetition_penalty
 from spectr_jax.decoding.generate import generate
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError
@@ -74,14 +76,39 @@ def test_sequences_follow_the_processed_target(name, process, drafts_too):
     assert chi_square.p_value(counts, pmf) > 1e-4
 
 
-def test_equal_processes_share_a_program(count_compilations):
+@pytest.mark.parametrize(
+    ("process", "other"),
+    [
+        (only([3, 5, 8]), only((1, 0, 7))),
+        (bias({3: 50.0, 5: -math.inf}), bias({2: 50.0, 4: 0.5})),
+        (repetition_penalty(1.01), repetition_penalty(1e9)),
+    ],
+)
+def test_processes_of_other_numbers_share_a_program(process, other, count_compilations):
     arguments = jax.random.key(0), get_method("baseline"), *ROWS
-    out = generate(*arguments, Policy(process=only([3, 5, 8])))
-    new = [token for row in range(4) for token in np.asarray(out.tokens)[row, 2:14]]
-    assert set(new) == {3, 5, 8}
+    outs = [generate(*arguments, Policy(process=process))]
     with count_compilations() as compiled:
-        generate(*arguments, Policy(temperature=0.5, process=only((8, 5, 3))))
+        outs.append(generate(*arguments, Policy(temperature=0.5, process=other)))
     assert not compiled
+    first, second = ({*np.asarray(out.tokens)[:, 2:14].ravel().tolist()} for out in outs)
+    assert first != second
+
+
+def test_a_process_is_traced_in_a_jit_of_ones_own(count_compilations):
+    prompts, lengths = jnp.full((2, 16), 1), jnp.full(2, 2)
+
+    @jax.jit
+    def tokens(policy, target):
+        key = jax.random.key(0)
+        return decode(key, get_method("baseline"), target, None, prompts, lengths, 4, policy).tokens
+
+    target = freeze(TableModel(random_table(0, 13)))
+    for value in range(3):
+        policy = Policy(process=bias({value: 50.0}))
+        with count_compilations() as compiled:
+            out = np.asarray(tokens(policy, target))
+        assert (out[:, 2:6] == value).all() and bool(compiled) == (value == 0)
+    assert tokens(Policy(process=_all_nan), target)[0, 4] == -1
 
 
 def _all_nan(logits, tokens, length):
