@@ -20,7 +20,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError, check_device, explain
-from spectr_jax.utils.files import naming, write_whole
+from spectr_jax.utils.files import path_in_errors, write_whole
 
 TABLE = random_table(0, 4)
 
@@ -239,6 +239,6 @@ def test_errors_of_a_full_disk_name_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as raised:
         write_whole(tmp_path / "page.html", "text")
     assert f"'{tmp_path / 'page.html'}' cannot be written (No space" in explain(raised.value)
-    with pytest.raises(OSError, match="No space left"), naming(tmp_path / "figure.png"):
+    with pytest.raises(OSError, match="No space left"), path_in_errors(tmp_path / "figure.png"):
         raise full
     assert "figure.png" in explain(full)

@@ -218,7 +218,7 @@ def commit(
     nodes = jnp.take_along_axis(path_BxD, jnp.clip(below_root, 0, height - 1), axis=1)
     of_nodes = features.RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1
     pending = jnp.where(below_root < 0, index_D[None, :], of_nodes)
-    return keep(cache, pending, committed_length(new_lengths_B), settled=1)
+    return keep(cache, pending, committed_length(new_lengths_B), in_place=1)
 
 
 def _children(

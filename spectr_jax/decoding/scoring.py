@@ -37,4 +37,4 @@ def commit(cache: Cache, tree: Tree, path_BxD: Paths, new_lengths_B: PerRow) -> 
     The root's row is already in place, and so are the rows of a chain.
     """
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]
-    return keep(cache, moved, new_lengths_B - 1, settled=1)
+    return keep(cache, moved, new_lengths_B - 1, in_place=1)

@@ -95,7 +95,7 @@ def run(
             name: (1 - carriers[1:, 0]).tolist()
             for name, carriers in acceptance.of_kind(CARRIERS).items()
         },
-        "together": times.together,
+        "together": times.in_call_factor,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
         "answer": answer(tried),
@@ -315,7 +315,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['batch_size']}, {config['dtype']}, {report.temperatures(config)}. Tokens/s are "
         "over the batch and include the call on the prompt. The prediction ignores that the "
         "sequences of a batch end at different times.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     told = [result["answer"], result["warning"], report.table(columns, result["rows"])]
     table = "\n\n".join(part for part in told if part)

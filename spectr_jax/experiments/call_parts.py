@@ -35,7 +35,7 @@ class Times(NamedTuple):
 
     Attributes:
       target: of a target call, by number of new tokens.
-      together: time of the parts inside a call, divided by the sum of their separate times.
+      in_call_factor: time of the parts inside a call, divided by the sum of their separate times.
       start: to start a sequence, without and with drafts.
       first_level: to draft the first level, by number of drafts.
       level: to draft another level, by number of drafts.
@@ -43,7 +43,7 @@ class Times(NamedTuple):
     """
 
     target: Callable[[int], float]
-    together: float
+    in_call_factor: float
     start: tuple[float, float]
     first_level: Callable[[int], float]
     level: Callable[[int], float]
@@ -107,7 +107,7 @@ def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
     # The first level is timed by its number of children, the others by their number of parents.
     drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
     select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
-    return times.together * (drafting + times.target(tree.size + 1) + select)
+    return times.in_call_factor * (drafting + times.target(tree.size + 1) + select)
 
 
 def on_chains(name: str, width: int) -> Method | None:

@@ -20,7 +20,7 @@ from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
 from spectr_jax.experiments.measure import profile, report
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
@@ -70,7 +70,9 @@ def run(
         "one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
-        "profile": journal.value("profile", lambda: profile.generation_profile(*arguments)),
+        "profile": journal.get_or_measure(
+            "profile", lambda: profile.generation_profile(*arguments)
+        ),
     }
     return journal.finish(result, markdown, plot)
 
@@ -110,9 +112,13 @@ def measure_cells(
         functools.partial(call_runs, trained.model, batch, length, config.context)
         for trained, length, batch in ([] if finished else shapes)
     ]
-    runs = list(tqdm.tqdm(side_by_side(tasks), "calls, compiling", len(tasks), dynamic_ncols=True))
+    runs = list(
+        tqdm.tqdm(compiled_in_parallel(tasks), "calls, compiling", len(tasks), dynamic_ncols=True)
+    )
     bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
-    seconds = np.array([journal.value(turn, lambda: [one() for one in runs]) for turn in bar])
+    seconds = np.array(
+        [journal.get_or_measure(turn, lambda: [one() for one in runs]) for turn in bar]
+    )
     unit = seconds[:, 0].mean()
     return [
         {
@@ -188,7 +194,7 @@ def markdown(result: dict[str, Any]) -> str:
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
         "the call on the prompt, the loop itself and operations without a scope. Rows below 0.5 % "
         f"are left out.{'' if result['profile'] else ' This machine does not allow profiling.'}",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)
 

@@ -20,7 +20,7 @@ from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
@@ -74,10 +74,10 @@ def run(
         f"{each.spec} in {dtype}": functools.partial(_scores, kept, config.batch_size, each, dtype)
         for each, dtype in itertools.product(contenders, config.dtypes)
     }
-    found, rows = side_by_side([tasks[name] for name in tasks if name not in journal]), []
+    found, rows = compiled_in_parallel([tasks[name] for name in tasks if name not in journal]), []
     for each in contenders:
         scores = {
-            dtype: journal.value(f"{each.spec} in {dtype}", functools.partial(next, found))
+            dtype: journal.get_or_measure(f"{each.spec} in {dtype}", functools.partial(next, found))
             for dtype in config.dtypes
         }
         rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
@@ -184,7 +184,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"precedes a sentence and is not scored (`{SEPARATOR}` for a model that adds no BOS). The "
         "line end, a newline or EOS, is scored and counts as one character.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page("Held-out sentences", table, notes)
 

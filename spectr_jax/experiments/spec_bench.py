@@ -98,7 +98,7 @@ def run(
                 entry = f"question {question.identity} at temperature {temperature}"
                 bar.set_description(entry)
                 measure = functools.partial(measure_question, bench, question, number, temperature)
-                measured.append((question.task, journal.value(entry, measure)))
+                measured.append((question.task, journal.get_or_measure(entry, measure)))
                 bar.update()
             rows += summaries(temperature, measured)
     title = f"Speedup by task, {target.name}"
@@ -309,7 +309,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
         f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
         f"Target `{config['target']}`, {draft}{config['dtype']}.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)
 

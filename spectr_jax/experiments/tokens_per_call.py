@@ -138,7 +138,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
     notes += [
         f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], report.table(columns, result["rows"]), notes)
 

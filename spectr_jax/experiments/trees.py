@@ -271,7 +271,7 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
             for name, row, program in some:
                 bar.set_description(name)
                 take = functools.partial(measured_row, row, program)
-                results.append(journal.value(name, take))
+                results.append(journal.get_or_measure(name, take))
                 bar.update()
             jax.clear_caches()  # The number of programs a process can hold is limited.
     return results
@@ -347,7 +347,7 @@ def markdown(result: dict[str, Any]) -> str:
     notes += [
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts `{config['prompts']}`. "
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
     return report.page(result["title"], table, notes)

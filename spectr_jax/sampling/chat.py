@@ -17,7 +17,7 @@ from spectr_jax.sampling.session import (
     has_room,
     note,
 )
-from spectr_jax.sampling.trace import read_call, seen
+from spectr_jax.sampling.trace import observe_call, read_call
 from spectr_jax.utils.errors import UserError
 
 
@@ -103,9 +103,19 @@ def answer(
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
     models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
-    policy, own = session.policy, session.draft_policy
     stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
-    steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own, stop=stop)
+    policy, draft_policy = session.policy, session.draft_policy
+    steps = stream(
+        key,
+        session.method,
+        *models,
+        prompt,
+        new_tokens,
+        policy,
+        observe_call,
+        draft_policy,
+        stop=stop,
+    )
     new: list[int] = []
     text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0
     for step in steps:

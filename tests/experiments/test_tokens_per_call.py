@@ -165,12 +165,12 @@ def test_means_over_seeds_and_provenance_are_formatted():
         "hardware": "a lamp",
     }
     assert (
-        report.made_by(made)
+        report.provenance_line(made)
         == "Made by `python x.py` (commit 0123456789ab-dirty, jax 1) on a lamp."
     )
     made |= {"commit": "unknown", "config_hash": "ff", "seconds": 2.4}
     assert (
-        report.made_by(made)
+        report.provenance_line(made)
         == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
     )
 

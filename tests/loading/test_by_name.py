@@ -97,7 +97,7 @@ def test_the_published_smollm2_draft_fits_its_target():
         model = frozen.merge()
         tokens = jnp.zeros((1, 1), jnp.int32)
         hidden, _ = model.hidden(tokens, tokens, jnp.ones((1, 1, 1), bool), features_BxNxE=features)
-        return jax.nn.softmax(model.scored(hidden))[0, 0]
+        return jax.nn.softmax(model.logits_of(hidden))[0, 0]
 
     p = np.asarray(pmf(frozen, jnp.zeros((1, 1, 576))))
     np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])

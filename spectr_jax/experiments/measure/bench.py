@@ -44,7 +44,7 @@ class Bench(NamedTuple):
             self._on_batch(lower, program, seed=0)(0).compile()  # JAX caches it.
             bar.update()
 
-        list(side_by_side([functools.partial(one, *entry) for entry in programs.items()]))
+        list(compiled_in_parallel([functools.partial(one, *entry) for entry in programs.items()]))
         if bar is not self.bar:
             bar.close()
 
@@ -136,7 +136,7 @@ def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
     )
 
 
-def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+def compiled_in_parallel(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
     """Yields the results of tasks that compile programs, in order. The number of cores limits how
     many run at once.
 

@@ -23,7 +23,7 @@ def weights(*models: Trained) -> list[str]:
     return [f"{each.name} {frozen.digest(each)}" for each in models]
 
 
-def made_by(result: dict[str, Any]) -> str:
+def provenance_line(result: dict[str, Any]) -> str:
     """Returns the last sentence of a table's notes, from the fields of `provenance` and, if it has
     them, of `Journal.about`."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
