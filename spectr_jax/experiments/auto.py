@@ -35,6 +35,7 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "auto"
+SEVERAL_HOSTS = False
 FAR_APART = 1.75
 """Ratio of predicted and measured speeds from which the page warns. On an idle machine the median
 ratio of our tables is between 0.8 and 1.5."""

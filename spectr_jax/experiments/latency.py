@@ -31,6 +31,7 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
 
 NAME = "latency"
+SEVERAL_HOSTS = False
 
 
 def run(

@@ -32,6 +32,7 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
+SEVERAL_HOSTS = False
 SEPARATOR = "<|endoftext|>"
 """Precedes each training document of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
 WIDTH = 32

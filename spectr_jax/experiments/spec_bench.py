@@ -41,6 +41,7 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, write_figure
 
 NAME, BASELINE = "spec_bench", "baseline"
+SEVERAL_HOSTS = False
 PARTS = 8
 """Number of parts of an answer in which acceptance is counted."""
 

@@ -24,6 +24,7 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
 
 NAME = "tokens_per_call"
+SEVERAL_HOSTS = True
 
 
 def run(

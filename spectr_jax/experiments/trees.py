@@ -40,6 +40,7 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "trees"
+SEVERAL_HOSTS = False
 ROWS_AT_ONCE = 16
 """Number of rows whose programs are compiled in parallel and kept."""
 

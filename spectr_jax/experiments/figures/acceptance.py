@@ -30,6 +30,7 @@ from spectr_jax.utils.config import check_fields, check_positive, config_hash, t
 from spectr_jax.utils.errors import UserError, unknown
 
 NAME = "figures"
+SEVERAL_HOSTS = False
 LARGEST_PROGRAM = 25_000
 """Largest linear program that Figure 5 solves, in flow variables; each takes seconds."""
 
