@@ -18,7 +18,6 @@ import numpy as np
 from spectr_jax import transport
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
@@ -30,6 +29,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Program
 from spectr_jax.experiments.measure.replay import can_be_replayed, covering, observe_replays
 from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree, options_for
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError

@@ -12,7 +12,6 @@ import numpy as np
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.call_times import (
@@ -23,6 +22,7 @@ from spectr_jax.experiments.measure.call_times import (
     timed,
     token_timer,
 )
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import freeze
 

@@ -15,7 +15,6 @@ import numpy as np
 import tqdm
 
 from spectr_jax.decoding import Method
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
@@ -24,6 +23,7 @@ from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
 from spectr_jax.utils.config import check_fields, check_positive

@@ -23,7 +23,6 @@ from spectr_jax.data.questions import OVERALL, Question, read_questions, spread
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.generate import generate, lower
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.request import LONG, padded_length
 from spectr_jax.experiments import paper
@@ -33,6 +32,7 @@ from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.bench import progress
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, freeze

@@ -9,7 +9,6 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.decoding import get_method
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import eval_config
@@ -18,6 +17,7 @@ from spectr_jax.experiments.measure.acceptance import observe_accepted, observe_
 from spectr_jax.experiments.measure.bench import Bench, progress
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Program
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.loading.by_name import Trained, shape_name
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError

@@ -18,7 +18,6 @@ import tqdm
 
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import drawing, ersd
@@ -34,6 +33,7 @@ from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Program
 from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.loading.by_name import shape_name
 from spectr_jax.utils.config import check_fields, check_positive

@@ -10,7 +10,6 @@ import runpy
 import numpy as np
 import pytest
 
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import Tree, chain, prefix_tree
 from spectr_jax.experiments import auto, call_parts
 from spectr_jax.experiments.config import auto_config
@@ -19,6 +18,7 @@ from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Prompts
 from spectr_jax.experiments.planning import tree_search
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.utils.errors import UserError
 
 
