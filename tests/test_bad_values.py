@@ -37,7 +37,7 @@ TABLE = random_table(0, 4)
         ({"prompts": "text"}, "prompts: must be integers, not <U4"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
-        ({"max_new_tokens": 2**40}, "exceed the target's context"),
+        ({"max_new_tokens": 2**40}, "exceed the context"),
         ({"observe": 3}, "observe=3"),
         ({"mesh": "cpu"}, "mesh='cpu'"),
         ({"policy": 1.0}, "policy=1.0"),
@@ -157,7 +157,7 @@ def test_padding_of_prompts_does_not_count_towards_the_context():
     assert int(out.lengths[0]) == 16
     with pytest.raises(
         UserError,
-        match="prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16",
+        match="prompts of 10 tokens, max_new_tokens=7: 17 tokens exceed the context 16 of the target",
     ):
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 

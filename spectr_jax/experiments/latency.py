@@ -26,6 +26,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
+from spectr_jax.models.frozen import check_context
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
@@ -58,11 +59,9 @@ def run(
             )
     draft = fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
-        if config.context + max(config.lengths) >= trained.model.context:
-            raise UserError(
-                f"context={config.context}: with a call of {max(config.lengths) + 1} tokens it "
-                f"exceeds the context {trained.model.context} of {trained.name!r}; lower it"
-            )
+        new = max(config.lengths) + 1
+        asked = f"context={config.context} and a call of {new} tokens"
+        check_context(asked, config.context + new, trained, "lower context")
     journal = Journal(workdir, NAME, config, report.weights(*models, draft), again)
     profiled = _method(config, config.methods[0], config.lengths[-1])
     arguments = profiled, models[0].model, draft.model, config.context

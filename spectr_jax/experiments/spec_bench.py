@@ -35,7 +35,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, check_context, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, write_figure
@@ -154,18 +154,16 @@ def check_room(
             f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an "
             "instructed model"
         )
-    context, name = min((each.model.context, each.name) for each in models)
+    shortest = min(models, key=lambda trained: trained.model.context)
     for question in questions:
         messages: list[dict[str, str]] = []
         for turn in question.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
         prompt = models[0].tokenizer.chat(messages[:-1])
         answers = config.max_new_tokens * (len(question.turns) - 1)
-        if _padded(len(prompt) + answers) + config.max_new_tokens > context:
-            raise UserError(
-                f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed "
-                f"the context {context} of {name!r}; give fewer, or leave the question out"
-            )
+        asked = f"max_new_tokens={config.max_new_tokens}, question {question.identity}"
+        tokens = _padded(len(prompt) + answers) + config.max_new_tokens
+        check_context(asked, tokens, shortest, "lower it, or leave the question out")
 
 
 def _padded(tokens: int) -> int:

@@ -8,15 +8,7 @@ import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
-from spectr_jax.sampling.session import (
-    PARTIAL,
-    Session,
-    Token,
-    check_room,
-    encode_all,
-    has_room,
-    note,
-)
+from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all, note
 from spectr_jax.sampling.trace import observe_call, read_call
 from spectr_jax.utils.errors import UserError
 
@@ -57,7 +49,8 @@ def encode_next(session: Session, messages: list[dict[str, str]], message: str) 
     """
     chat, left = session.target.tokenizer.chat, [*messages, {"role": "user", "content": message}]
     whole = tokens = chat(left)
-    while len(left) > 2 and not has_room(session, tokens):
+    room = session.target.model.context - session.max_new_tokens
+    while len(left) > 2 and len(tokens) > room:
         left = left[2:]  # A question and its answer.
         tokens = chat(left)
     check_room(session, message, tokens)

@@ -16,6 +16,7 @@ from spectr_jax.decoding.policy import check_policy
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.frozen import check_context
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest
@@ -146,10 +147,7 @@ def open_table(
     target, loaded = load_pair(config.target, drafts, config.dtype)
     prompts = read_prompts(config, target.tokenizer)
     for trained in (target, *loaded):
-        if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
-            raise UserError(
-                f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}: "
-                f"with BOS they exceed the context {trained.model.context} of {trained.name!r}; "
-                "lower one of them"
-            )
+        asked = f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}, BOS"
+        tokens = prompts.tokens.shape[-1] + config.max_new_tokens
+        check_context(asked, tokens, trained, "lower one of them")
     return target, loaded, prompts
