@@ -70,7 +70,7 @@ def measure_times(bench: Bench) -> Times:
         for width in widths
         for length in (1, 4)
     }
-    drafted = {task: each["draft"] for task, each in measured("drafting", drafting).items()}
+    drafted = {task: seconds["draft"] for task, seconds in measured("drafting", drafting).items()}
     level = {width: max(drafted[width, 4] - drafted[width, 1], 0.0) / 3 for width in widths}
     selection = {
         (name, width): functools.partial(token_timer, method, target.vocab_size, batch)
@@ -82,7 +82,7 @@ def measure_times(bench: Bench) -> Times:
     for (name, width), seconds in measured("selection", selection).items():
         selected.setdefault(name, {})[width] = seconds
     started = get_method("baseline"), get_method(STARTED, draft_length=1)
-    starts = [functools.partial(_start_timer, each, config, target, draft) for each in started]
+    starts = [functools.partial(_start_timer, method, config, target, draft) for method in started]
     whole = measured("whole calls", {"call": phases(2, 2), **dict(enumerate(starts))})
     times = Times(
         target_seconds,

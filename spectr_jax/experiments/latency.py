@@ -125,12 +125,12 @@ def measure_cells(
             "model": trained.name,
             "length": length,
             "batch": batch,
-            "mean": float(own.mean() / unit),
-            "std": float(own.std() / unit),
-            "median_ms": float(np.median(own) * 1e3),
+            "mean": float(of_cell.mean() / unit),
+            "std": float(of_cell.std() / unit),
+            "median_ms": float(np.median(of_cell) * 1e3),
             "paper": paper.LATENCY.get((shape_name(trained), length, batch)),
         }
-        for (trained, length, batch), own in zip(shapes, seconds.T, strict=True)
+        for (trained, length, batch), of_cell in zip(shapes, seconds.T, strict=True)
     ]
 
 

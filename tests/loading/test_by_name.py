@@ -183,7 +183,7 @@ def test_a_gpt2_pair_decodes_in_the_benchmark(gpt2_pair):
     )
     prompts = measurement.read_prompts(config, target.tokenizer)
     assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
-    program = measurement.Program(get_method("speculative", draft_length=1), draft)
+    program = measurement.Contender(get_method("speculative", draft_length=1), draft)
     measured = Bench(config, target, [draft], prompts, None).run(program, seed=0)
     assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
 

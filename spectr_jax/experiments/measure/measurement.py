@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
         return digest(self.tokens.tobytes() + self.lengths.tobytes())[:16]
 
 
-class Program(NamedTuple):
+class Contender(NamedTuple):
     """A method with its draft model, and an `observe` for `generate`."""
 
     method: Method
@@ -77,9 +77,9 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
     check_batch_size(config)
-    policy, own = policies_of(config, -1)
+    policy, draft_policy = policies_of(config, -1)
     check_policy(policy)
-    check_policy(own, owner="draft_")
+    check_policy(draft_policy, owner="draft_")
 
 
 def check_batch_size(config: ml_collections.ConfigDict) -> None:
@@ -105,8 +105,9 @@ def policies_of(
 ) -> tuple[Policy, Policy]:
     """Returns the sampling policies of target and drafts; `eos` ends a sequence."""
     policy = Policy(config.temperature, config.top_k, config.top_p, eos)
-    own = config.draft_temperature
-    return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
+    if config.draft_temperature is None:
+        return policy, policy
+    return policy, dataclasses.replace(policy, temperature=config.draft_temperature)
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
