@@ -17,16 +17,9 @@ from spectr_jax.utils.files import expanded
 with cli.importing():
     from ml_collections import config_flags
 
-EXPERIMENTS = {
-    "tokens_per_call": "tokens_per_call",
-    "trees": "trees",
-    "latency": "latency",
-    "auto": "auto",
-    "quality": "quality",
-    "spec_bench": "spec_bench",
-    "figures": "figures.acceptance",
-}
-"""The modules of `spectr_jax.experiments` by the name that a config gives in `experiment`."""
+TABLES = ("tokens_per_call", "trees", "latency", "auto", "quality", "spec_bench")
+EXPERIMENTS = {**{name: name for name in TABLES}, "figures": "figures.acceptance"}
+"""The modules in `experiments/`, by the name that a config gives in `experiment`."""
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "An evaluation config, such as configs/demo.py."

@@ -157,7 +157,7 @@ def test_padding_of_prompts_does_not_count_towards_the_context():
     assert int(out.lengths[0]) == 16
     with pytest.raises(
         UserError,
-        match="prompts of 10 tokens, max_new_tokens=7: 17 tokens exceed the context 16 of the target",
+        match="prompts of 10 tokens, max_new_tokens=7: 17 tokens exceed the context 16 of",
     ):
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 

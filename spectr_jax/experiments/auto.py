@@ -51,11 +51,8 @@ class Statistics(NamedTuple):
 
     def of_kind(self, kind: str) -> dict[str, np.ndarray]:
         """Returns the tables of the methods whose `prediction.statistic` is `kind`."""
-        return {
-            name: table
-            for name, table in self.tables.items()
-            if statistic(get_method(name)) == kind
-        }
+        names = [name for name in self.tables if statistic(get_method(name)) == kind]
+        return {name: self.tables[name] for name in names}
 
 
 class Candidate(NamedTuple):
@@ -229,9 +226,7 @@ def _searched(
     yield get_method("baseline"), "-", 1.0
     widest, highest, size = max(config.num_drafts), max(config.draft_lengths), config.size
     shapes = {*_chains(config), *tree_search.prefix_shapes(widest, highest, size)}
-    prefix_trees = {
-        tree_lib.spelled(shape): tree_lib.prefix_tree(*shape) for shape in sorted(shapes)
-    }
+    prefix_trees = {tree_lib.spelled(ks): tree_lib.prefix_tree(*ks) for ks in sorted(shapes)}
     for name, table in statistics.tables.items():
         tokens, one_chain = prediction.predictor(get_method(name), table), cannot_branch(name)
         if statistic(get_method(name)) == CHILDREN:

@@ -65,14 +65,13 @@ def run(
     journal = Journal(workdir, NAME, config, report.weights(*models, draft), again)
     profiled = _method(config, config.methods[0], config.lengths[-1])
     arguments = profiled, models[0].model, draft.model, config.context
+    measure_profile = functools.partial(profile.generation_profile, *arguments)
     result = {
         "title": f"Latency of a call relative to {config.models[0]}, length {config.lengths[0]}, "
         "one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
-        "profile": journal.get_or_measure(
-            "profile", lambda: profile.generation_profile(*arguments)
-        ),
+        "profile": journal.get_or_measure("profile", measure_profile),
     }
     return journal.finish(result, markdown, plot)
 
@@ -112,13 +111,13 @@ def measure_cells(
         functools.partial(call_runs, trained.model, batch, length, config.context)
         for trained, length, batch in ([] if finished else shapes)
     ]
-    runs = list(
-        tqdm.tqdm(compiled_in_parallel(tasks), "calls, compiling", len(tasks), dynamic_ncols=True)
-    )
-    bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
-    seconds = np.array(
-        [journal.get_or_measure(turn, lambda: [one() for one in runs]) for turn in bar]
-    )
+    compiled = compiled_in_parallel(tasks)
+    runs = list(tqdm.tqdm(compiled, "calls, compiling", len(tasks), dynamic_ncols=True))
+    rows = [
+        journal.get_or_measure(turn, lambda: [run() for run in runs])
+        for turn in tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
+    ]
+    seconds = np.array(rows)
     unit = seconds[:, 0].mean()
     return [
         {

@@ -1,6 +1,6 @@
 """Bits per character of models on held-out sentences, in each decoding precision.
 
-All models score the same tokens (`scored_tokens`) of the same sentences, those that fit every model's
+All models score the tokens (`scored_tokens`) of the same sentences, those that fit every model's
 context.
 """
 

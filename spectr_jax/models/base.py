@@ -98,7 +98,7 @@ class ShowsFeatures(Model, Protocol):
 class SeesFeatures(Model, Protocol):
     """A draft that sees its target's features.
 
-    It has `logits_of` and `hidden` as `ShowsFeatures`, where `hidden` also takes `features_BxNxE`: the
+    It has `logits_of` and `hidden` as `ShowsFeatures`. `hidden` also takes `features_BxNxE`: the
     target's hidden state at the token before each new token.
     """
 

@@ -95,19 +95,11 @@ def answer(
     """Answers an encoded conversation, passing each token to `show`. Consumes `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
-    models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
+    models, method = (session.target_model, session.draft_model), session.method
+    policy, draft_policy, new_tokens = session.policy, session.draft_policy, session.max_new_tokens
     stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
-    policy, draft_policy = session.policy, session.draft_policy
     steps = stream(
-        key,
-        session.method,
-        *models,
-        prompt,
-        new_tokens,
-        policy,
-        observe_call,
-        draft_policy,
-        stop=stop,
+        key, method, *models, prompt, new_tokens, policy, observe_call, draft_policy, stop=stop
     )
     new: list[int] = []
     text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0

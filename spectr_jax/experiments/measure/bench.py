@@ -36,7 +36,7 @@ class Bench(NamedTuple):
     bar: tqdm.tqdm | None = None
 
     def compile(self, contenders: Mapping[str, Contender]) -> None:
-        """Compiles the programs of contenders ahead of `run`; the keys are their labels on the progress bar."""
+        """Compiles the contenders' programs ahead of `run`; the keys name them on the bar."""
         bar = self.bar or progress(len(contenders), "program", leave=False)
 
         def one(label: str, contender: Contender) -> None:
@@ -69,17 +69,12 @@ class Bench(NamedTuple):
                 self.bar.update()
         return Measurement(tokens, calls, time.monotonic() - started, observed)
 
-    def _on_batch(
-        self, function: Callable, contender: Contender, seed: int
-    ) -> Callable[[int], Any]:
+    def _on_batch(self, function: Any, contender: Contender, seed: int) -> Callable[[int], Any]:
         """Returns `generate` or `lower` of a contender on all devices, as a function of a batch
         index."""
         config, prompts = self.config, self.prompts
         mesh = sharding.make_mesh() if jax.device_count() > 1 else None
-        models = (
-            freeze(self.target.model),
-            freeze(contender.draft.model) if contender.draft else None,
-        )
+        models = freeze(self.target), freeze(contender.draft) if contender.draft else None
         if mesh is not None:
             models = sharding.replicate(mesh, models)
         policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
@@ -101,7 +96,7 @@ class Bench(NamedTuple):
     def measured(
         self, name: str, contender: Contender, seed: int, batches: int | None = None
     ) -> Measurement:
-        """Returns the journal's entry `name`; if there is none, runs the contender and stores it."""
+        """Returns the journal's entry `name`; if there is none, runs the contender."""
         if self.bar is not None:
             self.bar.set_description(name)
             if name in self.journal:

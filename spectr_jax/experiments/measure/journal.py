@@ -97,7 +97,7 @@ class Journal:
         return name in self._values
 
     def get_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Returns the JSON value stored under `name`; if there is none, stores that of `measure`."""
+        """Returns the JSON value stored as `name`; if there is none, stores that of `measure`."""
         if name not in self._values:
             started = time.monotonic()
             value = self._values[name] = measure()
@@ -106,7 +106,7 @@ class Journal:
         return self._values[name]
 
     def measurement(self, name: str, measure: Callable[[], Measurement]) -> Measurement:
-        """Returns the measurement stored under `name`; if there is none, stores that of `measure`."""
+        """Returns the measurement stored as `name`; if there is none, stores that of `measure`."""
 
         def as_json() -> dict[str, Any]:
             totals = measure()
