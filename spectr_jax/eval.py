@@ -6,6 +6,8 @@ After a stop the same command resumes the table. A finished table of the same co
 left as it is, unless --again is given.
 """
 
+import importlib
+
 from absl import flags
 
 from spectr_jax.utils import cli
@@ -14,6 +16,10 @@ from spectr_jax.utils.files import expanded
 
 with cli.importing():
     from ml_collections import config_flags
+
+TABLES = ("tokens_per_call", "trees", "latency", "auto", "quality", "spec_bench")
+EXPERIMENTS = {**{name: name for name in TABLES}, "figures": "figures.acceptance"}
+"""The modules in `experiments/`, by the name that a config gives in `experiment`."""
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "An evaluation config, such as configs/demo.py."
@@ -28,27 +34,24 @@ def main():
     # Imported after the flags are parsed, so that `--help` does not wait for JAX.
     import jax
 
-    from spectr_jax.experiments import auto, latency, quality, spec_bench, tokens_per_call, trees
-    from spectr_jax.experiments.figures import acceptance
     from spectr_jax.experiments.measure.finished import Finished
     from spectr_jax.utils import hosts
 
-    modules = tokens_per_call, trees, latency, auto, quality, spec_bench, acceptance
-    experiments = {module.NAME: module.run for module in modules}
     name = _CONFIG.value.get("experiment")
     if name is None:
         raise UserError(
             "--config: must be an evaluation with a field `experiment`; give one such as "
             "configs/demo.py, or `train` it"
         )
-    if name not in experiments:
-        raise unknown("experiment", name, experiments)
-    if jax.process_count() > 1 and name != tokens_per_call.NAME:
+    if name not in EXPERIMENTS:
+        raise unknown("experiment", name, EXPERIMENTS)
+    experiment = importlib.import_module(f"spectr_jax.experiments.{EXPERIMENTS[name]}")
+    if jax.process_count() > 1 and not experiment.SEVERAL_HOSTS:
         raise UserError(
             f"experiment={name!r}: runs in one process only; drop --coordinator and --distributed"
         )
     try:
-        experiments[name](_CONFIG.value, expanded(_WORKDIR.value), _AGAIN.value)
+        experiment.run(_CONFIG.value, expanded(_WORKDIR.value), _AGAIN.value)
     except Finished as finished:
         if hosts.is_first():
             print(finished)

@@ -52,13 +52,13 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.training.metrics import read_metrics
     from spectr_jax.training.runs import TOKENIZER, open_run
     from spectr_jax.utils.errors import UserError, unknown
-    from spectr_jax.utils.files import named, write_whole
+    from spectr_jax.utils.files import expanded_with_name, write_whole
 
     dtype = _DTYPE.value or "bfloat16"
     if dtype not in STORED:
         raise unknown("--dtype", dtype, STORED)
     best = _MODEL.value.endswith(BEST)
-    workdir = named(_MODEL.value.removesuffix(BEST))
+    workdir = expanded_with_name(_MODEL.value.removesuffix(BEST))
     trained, run = load_run(workdir, best=best), open_run(workdir)
     tokenizer, proto = out / TOKENIZER, None if run.student else (workdir / TOKENIZER).read_bytes()
     if proto and tokenizer.exists() and tokenizer.read_bytes() != proto:

@@ -67,6 +67,7 @@ def main():
     from spectr_jax.loading.by_name import check_dtype
     from spectr_jax.loading.pairs import load_alone
     from spectr_jax.models.base import features_shown
+    from spectr_jax.models.frozen import check_context
     from spectr_jax.utils.errors import UserError
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
@@ -80,9 +81,8 @@ def main():
         raise UserError("--features --labels=false: features need labels; leave one out")
     sentences = _sentences()
     teacher = load_alone(_TEACHER.value, _DTYPE.value)
-    vocab_size, length, context = teacher.model.vocab_size, _LENGTH.value, teacher.model.context
-    if length > context:
-        raise UserError(f"--length={length}: must be at most the teacher's context of {context}")
+    vocab_size, length = teacher.model.vocab_size, _LENGTH.value
+    check_context(f"--length={length}", length, teacher, "lower it")
     features = features_shown(teacher.model) if _FEATURES.value else 0
     if _FEATURES.value and not features:
         raise UserError(

@@ -20,7 +20,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError, check_device, explain
-from spectr_jax.utils.files import naming, write_whole
+from spectr_jax.utils.files import path_in_errors, write_whole
 
 TABLE = random_table(0, 4)
 
@@ -37,7 +37,7 @@ TABLE = random_table(0, 4)
         ({"prompts": "text"}, "prompts: must be integers, not <U4"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
-        ({"max_new_tokens": 2**40}, "exceed the target's context"),
+        ({"max_new_tokens": 2**40}, "exceed the context"),
         ({"observe": 3}, "observe=3"),
         ({"mesh": "cpu"}, "mesh='cpu'"),
         ({"policy": 1.0}, "policy=1.0"),
@@ -157,7 +157,7 @@ def test_padding_of_prompts_does_not_count_towards_the_context():
     assert int(out.lengths[0]) == 16
     with pytest.raises(
         UserError,
-        match="prompts of 10 tokens and max_new_tokens=7 exceed the target's context of 16",
+        match="prompts of 10 tokens, max_new_tokens=7: 17 tokens exceed the context 16 of",
     ):
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 
@@ -239,6 +239,6 @@ def test_errors_of_a_full_disk_name_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as raised:
         write_whole(tmp_path / "page.html", "text")
     assert f"'{tmp_path / 'page.html'}' cannot be written (No space" in explain(raised.value)
-    with pytest.raises(OSError, match="No space left"), naming(tmp_path / "figure.png"):
+    with pytest.raises(OSError, match="No space left"), path_in_errors(tmp_path / "figure.png"):
         raise full
     assert "figure.png" in explain(full)

@@ -201,7 +201,7 @@ CASES = [
     (LABEL, "--write=chats", "--text=spectr_jax/embedded/prompts.txt: --write=chats takes no"),
     (LABEL, "--write=chats --text=", "the model has no chat template; give an instructed one"),
     (LABEL, "--write_dtype=int8", "--write_dtype=int8: "),
-    (LABEL, "--length=129", "--length=129: must be at most the teacher's context of 128"),
+    (LABEL, "--length=129", "--length=129: 129 tokens exceed the context 128 of"),
     (LABEL, "--temperature=-1", "flag --temperature=-1: -1.0 is not a non-negative number"),
     (LABEL, "--text=/nowhere", "no text file matches '/nowhere'"),
     (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
@@ -292,7 +292,7 @@ CASES = [
     (
         SAMPLE,
         "--max_new_tokens=500",
-        "has 3 tokens and max_new_tokens is 500, more than the 128 of 'draft_20m' together",
+        "of 3 tokens, max_new_tokens=500: 503 tokens exceed the context 128 of 'draft_20m'",
     ),
     (SAMPLE, "--file=README.md", "--prompt and --file=README.md are both given; give one of them"),
     (

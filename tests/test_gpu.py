@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from spectr_jax import Policy, generate, get_method, load
-from spectr_jax.decoding.methods import METHODS, on_tree
+from spectr_jax.decoding.methods import METHODS
 from spectr_jax.decoding.tree import parse
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.testing import methods
 
 pytestmark = [

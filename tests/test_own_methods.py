@@ -18,6 +18,7 @@ from spectr_jax.decoding.verifiers import Block, MultiPath, TokenByToken
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.experiments.config import auto_config, eval_config, trees_config
 from spectr_jax.experiments.measure.acceptance import PairAcceptance
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.testing import methods as checks
 from spectr_jax.utils.errors import UserError
 
@@ -157,7 +158,7 @@ def test_a_method_has_the_name_it_is_registered_under(monkeypatch):
     decoding.register("mine", lambda *, tree="2,1": decoding.get_method("otm", tree=tree))
     mine = decoding.get_method("mine")
     assert mine.name == "mine" and mine.verifier.plan.name == "otm"
-    assert decoding.methods.on_tree("mine", mine.tree) == mine
+    assert on_tree("mine", mine.tree) == mine
     decoding.register("wrong", lambda: "otm")
     with pytest.raises(UserError, match="method 'wrong': its factory returns 'otm'; return a Met"):
         decoding.get_method("wrong")

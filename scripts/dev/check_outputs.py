@@ -98,7 +98,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"Chi-square test against the exact distribution of the {result['outcomes']} outcomes "
             f"of top-{settings['top_k']} sampling, {settings['dtype']}. Tree ({settings['tree']}); "
             f"`speculative` drafts 2 tokens. Prompt: {settings['prompt']!r}.",
-            report.made_by(result),
+            report.provenance_line(result),
         ],
     )
 

@@ -167,7 +167,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"spectr_jax runs `generate` at temperature 1 after {PROMPT_TOKENS} prompt tokens, "
             f"alone or with `block` and the draft `{result['draft']}`. llama.cpp ({PACKAGE} "
             f"{VERSION}) runs `llama-bench -p 0`.",
-            report.made_by(result),
+            report.provenance_line(result),
         ],
     )
 

@@ -217,7 +217,7 @@ def markdown(result: dict[str, Any]) -> str:
             "memory is that of one device. Kernels and host stops are those of one iteration of "
             "the outermost loop, which is a call of the target. Nothing ran, and kernels were not "
             "tuned.",
-            report.made_by(result),
+            report.provenance_line(result),
         ],
     )
 

@@ -27,7 +27,7 @@ from spectr_jax import load
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils import cli
@@ -148,7 +148,9 @@ def measure(name: str, sequences: int, options: Sequence) -> list[dict[str, Any]
     methods = [get_method(method, **more) for method, more in options]
     of = functools.partial(inputs, name, sequences)
     list(
-        side_by_side([lambda method=method: lower(*of(method, 0)).compile() for method in methods])
+        compiled_in_parallel(
+            [lambda method=method: lower(*of(method, 0)).compile() for method in methods]
+        )
     )
     turns = 2 if _TOY.value else TURNS[sequences]
     rounds = [[timed(of(method, turn)) for method in methods] for turn in range(1 + turns)]
@@ -178,7 +180,7 @@ def markdown(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         lines.append([*line, f"{row['tokens_per_second'] / base[_group(row)]:.2f}"])
     header = ["Flags", "Models", "Sequences", "Method", "Tree", "Tokens/call", "ms/call"]
     cells = report.markdown_table([*header, "Tokens/s", "Speedup"], lines)
-    return report.page(_PART.value, cells, [report.made_by(made)])
+    return report.page(_PART.value, cells, [report.provenance_line(made)])
 
 
 def _group(row: dict[str, Any]) -> tuple[str, str, int]:

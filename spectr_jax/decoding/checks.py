@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import checked as positive
-from spectr_jax.models.frozen import Frozen
+from spectr_jax.models.frozen import Frozen, check_context
 from spectr_jax.utils.errors import UserError
 
 
@@ -69,9 +69,8 @@ def check_request(
     V, longest = target.vocab_size, int(prompt_lengths.max())
     if prompts.min() < 0 or prompts.max() >= V:
         raise UserError(f"prompts: a token is outside 0..{V - 1}; use the target's tokenizer")
-    if longest + max_new_tokens > target.context:
-        given = f"prompts of {longest} tokens and max_new_tokens={max_new_tokens}"
-        raise UserError(f"{given} exceed the target's context of {target.context}; shorten one")
+    asked = f"prompts of {longest} tokens, max_new_tokens={max_new_tokens}"
+    check_context(asked, longest + max_new_tokens, target, "lower one of them")
     children = method.tree.children_table.shape[1]
     distinct = method.drafter.draws and method.verifier.rule != "iid"
     if distinct and children > V:

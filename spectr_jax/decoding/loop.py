@@ -235,7 +235,7 @@ def keep_path(cache: Cache, tree: Tree, path_BxD: Paths, lengths_B: PerRow) -> C
     The root's row is already in place, and so are the rows of a chain.
     """
     moved = path_BxD[:, : 0 if tree.size == tree.height else None]
-    return keep(cache, moved, lengths_B - 1, settled=1)
+    return keep(cache, moved, lengths_B - 1, in_place=1)
 
 
 def _where_drafted(

@@ -256,38 +256,3 @@ def get_method(name: str, **options: Any) -> Method:
         raise UserError(f"method {name!r}: its factory returns {method!r:.40}; return a Method")
     # A factory may build on another method, but tables tell methods apart by name.
     return dataclasses.replace(method, name=name)
-
-
-def options_for(name: str, tree: Tree) -> dict[str, Any] | None:
-    """Returns the options with which the method `name` drafts `tree`, or None if it cannot.
-
-    The candidates are the tree, K and L, L alone, and no options. Each is tried, so that registered
-    methods work too.
-
-    Raises:
-      UserError: an unknown method.
-    """
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    candidates: list[dict[str, Any]] = [{}]
-    if tree.size:
-        length = {"draft_length": tree.height}
-        candidates = [{"tree": tree}, {"num_drafts": len(tree.levels[1]), **length}, length, {}]
-    for options in candidates:
-        try:
-            if get_method(name, **options).tree == tree:
-                return options
-        except UserError:  # The method has no such option, or refuses the value.
-            continue
-    return None
-
-
-def on_tree(name: str, tree: Tree) -> Method | None:
-    """Returns the method `name` on `tree`, or None if it cannot draft it; see `options_for`."""
-    options = options_for(name, tree)
-    return None if options is None else get_method(name, **options)
-
-
-def cannot_branch(name: str) -> bool:
-    """Returns whether the method `name` cannot draft trees that branch; see `options_for`."""
-    return options_for(name, trees.batch(2)) is None

@@ -68,7 +68,7 @@ def run(
         return _one(logits, only_B), None, cache
     hidden = _one(hidden, only_B)  # Select first: the head is expensive.
     last = hidden[..., : features_shown(model)] if show else hidden
-    return model.scored(last), hidden, cache
+    return model.logits_of(last), hidden, cache
 
 
 def _one(

@@ -9,7 +9,7 @@ from spectr_jax.distillation.labels import LabelledRows
 from spectr_jax.models.cache import differentiable
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
-from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.vocabulary import Constant
 
 COUNTED_ROWS = 4_096
 """Number of labelled rows from which the frequent tokens are found."""
@@ -32,7 +32,7 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
     """Returns a student with random weights whose head scores `tokens`."""
     model = Llama(config, rngs=rngs)
     if config.head_tokens:
-        model.head.tokens = Kept(jnp.asarray(tokens))
+        model.head.tokens = Constant(jnp.asarray(tokens))
     return model
 
 

@@ -262,7 +262,7 @@ def taught(
         return {**batch, **label(merged.extend(*place)[0])}
     seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
     # Row by row: a CPU takes longer to allocate the logits of a whole batch than to compute them.
-    found = jax.lax.map(lambda row: label(merged.scored(row)), seen[..., : model.features_shown])
+    found = jax.lax.map(lambda row: label(merged.logits_of(row)), seen[..., : model.features_shown])
     return {**batch, **found, **({} if layers is None else {"features": seen})}
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from spectr_jax import transport
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.methods import cannot_branch, on_tree, options_for
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
@@ -27,21 +26,23 @@ from spectr_jax.experiments.measure import measurement, report
 from spectr_jax.experiments.measure.acceptance import observe_drafts, observe_nodes, shares
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Program
+from spectr_jax.experiments.measure.measurement import Contender
 from spectr_jax.experiments.measure.replay import can_be_replayed, covering, observe_replays
 from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree, options_for
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "auto"
+SEVERAL_HOSTS = False
 FAR_APART = 1.75
 """Ratio of predicted and measured speeds from which the page warns. On an idle machine the median
 ratio of our tables is between 0.8 and 1.5."""
 
 
-class Acceptance(NamedTuple):
-    """The measured acceptance of the pair."""
+class Statistics(NamedTuple):
+    """What predicts tokens per call, measured for the pair of models."""
 
     tables: dict[str, np.ndarray]  # By method, the table that `prediction.predictor` takes.
     tokens: float  # Mean number of new tokens per sequence.
@@ -50,8 +51,8 @@ class Acceptance(NamedTuple):
 
     def of_kind(self, kind: str) -> dict[str, np.ndarray]:
         """Returns the tables of the methods whose `prediction.statistic` is `kind`."""
-        found = self.tables.items()
-        return {name: table for name, table in found if statistic(get_method(name)) == kind}
+        names = [name for name in self.tables if statistic(get_method(name)) == kind]
+        return {name: self.tables[name] for name in names}
 
 
 class Candidate(NamedTuple):
@@ -79,23 +80,23 @@ def run(
     target, (draft,), prompts = measurement.open_table(config, workdir, NAME, (config.draft,))
     journal = Journal(workdir, NAME, config, report.weights(target, draft), again, prompts.digest())
     bench = Bench(config, target, [draft], prompts, journal)
-    acceptance, times = measure_acceptance(bench), measure_times(bench)
-    found = candidates(config, acceptance, times)
-    tried = try_all(bench, to_try(config, found))
+    statistics, times = measure_statistics(bench), measure_times(bench)
+    predicted = candidates(config, statistics, times)
+    tried = try_all(bench, to_try(config, predicted))
     result = {
         "title": f"The fastest method for {config.target} with drafts of {config.draft}, batch "
         f"{config.batch_size}",
         "rows": tried,
-        "predicted": [_predicted(each) for each in found],
+        "predicted": [_predicted(candidate) for candidate in predicted],
         # R, and the probability that some of k i.i.d. drafts carry the token.
         "acceptance_by_child": {
-            name: R.tolist() for name, R in acceptance.of_kind(CHILDREN).items()
+            name: R.tolist() for name, R in statistics.of_kind(CHILDREN).items()
         },
         "acceptance_by_drafts": {
             name: (1 - carriers[1:, 0]).tolist()
-            for name, carriers in acceptance.of_kind(CARRIERS).items()
+            for name, carriers in statistics.of_kind(CARRIERS).items()
         },
-        "together": times.together,
+        "together": times.in_call_factor,
         "target_ms": {str(count): times.target(count) * 1e3 for count in counted(config.size)},
         "prompts": prompts.real,
         "answer": answer(tried),
@@ -130,7 +131,7 @@ def check_auto_config(config: ml_collections.ConfigDict) -> None:
             )
 
 
-def measure_acceptance(bench: Bench) -> Acceptance:
+def measure_statistics(bench: Bench) -> Statistics:
     """Measures the acceptance of the config's methods on batch trees.
 
     One run with i.i.d. drafts serves all methods that draft so, because the first k drafts are k
@@ -140,9 +141,9 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     tree = tree_lib.batch(max(2, *config.num_drafts))
     methods = [get_method(name) for name in dict.fromkeys(config.methods)]
     iid = tuple(method for method in methods if statistic(method) in (CARRIERS, WINNERS))
-    programs = {
+    contenders = {
         # Any tree will do, because the plan's acceptance is measured.
-        f"acceptance of {method.name}": Program(
+        f"acceptance of {method.name}": Contender(
             dataclasses.replace(method, tree=tree), draft, observe_nodes
         )
         for method in methods
@@ -151,22 +152,22 @@ def measure_acceptance(bench: Bench) -> Acceptance:
     if iid:
         walked = dataclasses.replace(iid[0], tree=tree)  # Any of them will do.
         entry = f"acceptance of {', '.join(method.name for method in iid)}"
-        programs[entry] = Program(walked, draft, observe_drafts(iid))
+        contenders[entry] = Contender(walked, draft, observe_drafts(iid))
     # For the lengths of sequences, which do not depend on the method.
-    programs = programs or {"baseline": Program(get_method("baseline"), None)}
-    tables, found = {}, bench.measure_all(programs, config.seeds[:1])
-    for entry, (run,) in found.items():
-        if programs[entry].observe is observe_nodes:
+    contenders = contenders or {"baseline": Contender(get_method("baseline"), None)}
+    tables, runs = {}, bench.measure_all(contenders, config.seeds[:1])
+    for entry, (run,) in runs.items():
+        if contenders[entry].observe is observe_nodes:
             accepted = run.observed["nodes"][1:] / run.observed["nodes"][0]
             R = tree_search.descending(accepted.tolist())
-            tables[programs[entry].method.name] = np.array(R)
+            tables[contenders[entry].method.name] = np.array(R)
         else:
             tables |= {name: shares(counts) for name, counts in run.observed.items()}
     replayed = {
         method.name: _replayed(bench, method) for method in methods if statistic(method) is None
     }
-    tokens = next(iter(found.values()))[0].tokens / bench.prompts.real
-    return Acceptance(tables, tokens, replayed)
+    tokens = next(iter(runs.values()))[0].tokens / bench.prompts.real
+    return Statistics(tables, tokens, replayed)
 
 
 def _replayed(bench: Bench, method: Method) -> dict[str, float]:
@@ -180,9 +181,9 @@ def _replayed(bench: Bench, method: Method) -> dict[str, float]:
     plans = {"iid": "otm", "without_replacement": "recursive_without_replacement"}
     verifier = TokenByToken(transport.get(plans[method.verifier.rule]))
     drawn = Method(method.name, covering(part.tree for part in parts.values()), verifier)
-    program = Program(drawn, bench.drafts[0], observe_replays(tuple(parts.values())))
+    contender = Contender(drawn, bench.drafts[0], observe_replays(tuple(parts.values())))
     entry = f"{method.name} replayed"
-    observed = bench.measured(entry, program, config.seeds[0], batches=1).observed
+    observed = bench.measured(entry, contender, config.seeds[0], batches=1).observed
     return dict(zip(parts, (observed["emitted"] / observed["calls"]).tolist(), strict=True))
 
 
@@ -204,29 +205,29 @@ def _chains(config: ml_collections.ConfigDict) -> list[tuple[int, ...]]:
 
 
 def candidates(
-    config: ml_collections.ConfigDict, acceptance: Acceptance, times: Times
+    config: ml_collections.ConfigDict, statistics: Statistics, times: Times
 ) -> list[Candidate]:
     """Returns the baseline, and every method on its chains, prefix trees or optimal trees, the
     fastest first."""
-    found = []
-    for method, shape, per_call in _searched(config, acceptance):
-        calls = acceptance.tokens / per_call
+    result = []
+    for method, shape, per_call in _searched(config, statistics):
+        calls = statistics.tokens / per_call
         seconds = calls * call_time(times, method.name, method.tree, per_call)
         seconds += times.start[bool(method.tree.size)]
-        per_second = config.batch_size * acceptance.tokens / seconds
-        found.append(Candidate(method, shape, per_call, per_second))
-    return sorted(found, key=lambda each: -each.tokens_per_second)
+        per_second = config.batch_size * statistics.tokens / seconds
+        result.append(Candidate(method, shape, per_call, per_second))
+    return sorted(result, key=lambda candidate: -candidate.tokens_per_second)
 
 
 def _searched(
-    config: ml_collections.ConfigDict, acceptance: Acceptance
+    config: ml_collections.ConfigDict, statistics: Statistics
 ) -> Iterator[tuple[Method, str, float]]:
     """Yields each method and shape, with the expected tokens per call."""
     yield get_method("baseline"), "-", 1.0
     widest, highest, size = max(config.num_drafts), max(config.draft_lengths), config.size
     shapes = {*_chains(config), *tree_search.prefix_shapes(widest, highest, size)}
-    prefix_trees = {tree_lib.spelled(each): tree_lib.prefix_tree(*each) for each in sorted(shapes)}
-    for name, table in acceptance.tables.items():
+    prefix_trees = {tree_lib.spelled(ks): tree_lib.prefix_tree(*ks) for ks in sorted(shapes)}
+    for name, table in statistics.tables.items():
         tokens, one_chain = prediction.predictor(get_method(name), table), cannot_branch(name)
         if statistic(get_method(name)) == CHILDREN:
             trees = _optimal_trees(table.tolist(), size, highest)
@@ -240,7 +241,7 @@ def _searched(
             method = on_tree(name, tree)
             if method is not None:
                 yield method, shape, tokens(tree)
-    for name, replayed in acceptance.replayed.items():
+    for name, replayed in statistics.replayed.items():
         for shape, per_call in replayed.items():
             options = options_for(name, tree_lib.parse(shape)) or {}
             yield get_method(name, **options), shape, per_call
@@ -255,13 +256,14 @@ def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
     }
 
 
-def to_try(config: ml_collections.ConfigDict, found: list[Candidate]) -> list[Candidate]:
-    """Returns the baseline and `tries` candidates of the sorted `found`: the best of each method,
-    then the best of the others."""
-    baseline = next(each for each in found if not each.method.tree.size)
-    others = [each for each in found if each is not baseline]
-    best = {each.method.name: each for each in reversed(others)}.values()
-    return [baseline, *sorted(others, key=lambda each: each not in best)[: config.tries]]
+def to_try(config: ml_collections.ConfigDict, predicted: list[Candidate]) -> list[Candidate]:
+    """Returns the baseline and `tries` candidates of the sorted `predicted`: the best of each
+    method, then the best of the others."""
+    baseline = next(candidate for candidate in predicted if not candidate.method.tree.size)
+    others = [candidate for candidate in predicted if candidate is not baseline]
+    best = {candidate.method.name: candidate for candidate in reversed(others)}.values()
+    others.sort(key=lambda candidate: candidate not in best)
+    return [baseline, *others[: config.tries]]
 
 
 def answer(rows: list[dict[str, Any]]) -> str:
@@ -315,7 +317,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{config['batch_size']}, {config['dtype']}, {report.temperatures(config)}. Tokens/s are "
         "over the batch and include the call on the prompt. The prediction ignores that the "
         "sequences of a batch end at different times.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     told = [result["answer"], result["warning"], report.table(columns, result["rows"])]
     table = "\n\n".join(part for part in told if part)
@@ -328,12 +330,12 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
     The candidates take turns on each seed; ratios are medians over seeds. After a stop, the two
     speeds of a ratio may come from two processes.
     """
-    programs = {
-        f"{candidate.method.name} {candidate.shape}": Program(candidate.method, bench.drafts[0])
+    contenders = {
+        f"{candidate.method.name} {candidate.shape}": Contender(candidate.method, bench.drafts[0])
         for candidate in chosen
     }
-    runs = list(bench.measure_all(programs, bench.config.seeds, warm_up=True).values())
-    speeds = np.array([[each.per_second for each in own] for own in runs])
+    runs = list(bench.measure_all(contenders, bench.config.seeds, warm_up=True).values())
+    speeds = np.array([[run.per_second for run in of_seeds] for of_seeds in runs])
     return [
         {
             **_predicted(candidate),
@@ -341,11 +343,11 @@ def try_all(bench: Bench, chosen: list[Candidate]) -> list[dict[str, Any]]:
             "levels": candidate.method.tree.height,
             "parents": list(candidate.method.tree.parents),
             "options": _options(candidate),
-            "measured_per_call": float(np.mean([each.per_call for each in own])),
+            "measured_per_call": float(np.mean([run.per_call for run in of_seeds])),
             "measured_per_second": float(np.median(speed)),
             "speedup": float(np.median(speed / speeds[0])),
         }
-        for candidate, own, speed in zip(chosen, runs, speeds, strict=True)
+        for candidate, of_seeds, speed in zip(chosen, runs, speeds, strict=True)
     ]
 
 

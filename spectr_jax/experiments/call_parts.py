@@ -12,7 +12,6 @@ import numpy as np
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.call_times import (
@@ -23,6 +22,7 @@ from spectr_jax.experiments.measure.call_times import (
     timed,
     token_timer,
 )
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import freeze
 
@@ -35,7 +35,7 @@ class Times(NamedTuple):
 
     Attributes:
       target: of a target call, by number of new tokens.
-      together: time of the parts inside a call, divided by the sum of their separate times.
+      in_call_factor: time of the parts inside a call, divided by the sum of their separate times.
       start: to start a sequence, without and with drafts.
       first_level: to draft the first level, by number of drafts.
       level: to draft another level, by number of drafts.
@@ -43,7 +43,7 @@ class Times(NamedTuple):
     """
 
     target: Callable[[int], float]
-    together: float
+    in_call_factor: float
     start: tuple[float, float]
     first_level: Callable[[int], float]
     level: Callable[[int], float]
@@ -70,7 +70,7 @@ def measure_times(bench: Bench) -> Times:
         for width in widths
         for length in (1, 4)
     }
-    drafted = {task: each["draft"] for task, each in measured("drafting", drafting).items()}
+    drafted = {task: seconds["draft"] for task, seconds in measured("drafting", drafting).items()}
     level = {width: max(drafted[width, 4] - drafted[width, 1], 0.0) / 3 for width in widths}
     selection = {
         (name, width): functools.partial(token_timer, method, target.vocab_size, batch)
@@ -82,7 +82,7 @@ def measure_times(bench: Bench) -> Times:
     for (name, width), seconds in measured("selection", selection).items():
         selected.setdefault(name, {})[width] = seconds
     started = get_method("baseline"), get_method(STARTED, draft_length=1)
-    starts = [functools.partial(_start_timer, each, config, target, draft) for each in started]
+    starts = [functools.partial(_start_timer, method, config, target, draft) for method in started]
     whole = measured("whole calls", {"call": phases(2, 2), **dict(enumerate(starts))})
     times = Times(
         target_seconds,
@@ -107,7 +107,7 @@ def call_time(times: Times, name: str, tree: Tree, expected: float) -> float:
     # The first level is timed by its number of children, the others by their number of parents.
     drafting = times.first_level(len(tree.levels[1])) + sum(map(times.level, widths[1:]))
     select = expected * times.select[name](max(len(tree.levels[1]), widths[-1]))
-    return times.together * (drafting + times.target(tree.size + 1) + select)
+    return times.in_call_factor * (drafting + times.target(tree.size + 1) + select)
 
 
 def on_chains(name: str, width: int) -> Method | None:

@@ -15,22 +15,24 @@ import numpy as np
 import tqdm
 
 from spectr_jax.decoding import Method
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import latency_config
 from spectr_jax.experiments.measure import profile, report
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.call_times import PHASES, call_runs, phase_timers, timed
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import RANDOM_PREFIX, Trained, check_dtype, load, shape_name
 from spectr_jax.loading.pairs import fitted, load_alone, load_callable
+from spectr_jax.models.frozen import check_context
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
 
 NAME = "latency"
+SEVERAL_HOSTS = False
 
 
 def run(
@@ -57,20 +59,19 @@ def run(
             )
     draft = fitted(load(config.draft, config.dtype), models[0])
     for trained in (*models, draft):
-        if config.context + max(config.lengths) >= trained.model.context:
-            raise UserError(
-                f"context={config.context}: with a call of {max(config.lengths) + 1} tokens it "
-                f"exceeds the context {trained.model.context} of {trained.name!r}; lower it"
-            )
+        new = max(config.lengths) + 1
+        asked = f"context={config.context} and a call of {new} tokens"
+        check_context(asked, config.context + new, trained, "lower context")
     journal = Journal(workdir, NAME, config, report.weights(*models, draft), again)
     profiled = _method(config, config.methods[0], config.lengths[-1])
     arguments = profiled, models[0].model, draft.model, config.context
+    measure_profile = functools.partial(profile.generation_profile, *arguments)
     result = {
         "title": f"Latency of a call relative to {config.models[0]}, length {config.lengths[0]}, "
         "one sequence",
         "cells": measure_cells(config, models, journal),
         "phases": measure_phases(config, models[0], draft, journal),
-        "profile": journal.value("profile", lambda: profile.generation_profile(*arguments)),
+        "profile": journal.get_or_measure("profile", measure_profile),
     }
     return journal.finish(result, markdown, plot)
 
@@ -110,21 +111,25 @@ def measure_cells(
         functools.partial(call_runs, trained.model, batch, length, config.context)
         for trained, length, batch in ([] if finished else shapes)
     ]
-    runs = list(tqdm.tqdm(side_by_side(tasks), "calls, compiling", len(tasks), dynamic_ncols=True))
-    bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
-    seconds = np.array([journal.value(turn, lambda: [one() for one in runs]) for turn in bar])
+    compiled = compiled_in_parallel(tasks)
+    runs = list(tqdm.tqdm(compiled, "calls, compiling", len(tasks), dynamic_ncols=True))
+    rows = [
+        journal.get_or_measure(turn, lambda: [run() for run in runs])
+        for turn in tqdm.tqdm(turns, unit="run", dynamic_ncols=True)
+    ]
+    seconds = np.array(rows)
     unit = seconds[:, 0].mean()
     return [
         {
             "model": trained.name,
             "length": length,
             "batch": batch,
-            "mean": float(own.mean() / unit),
-            "std": float(own.std() / unit),
-            "median_ms": float(np.median(own) * 1e3),
+            "mean": float(of_cell.mean() / unit),
+            "std": float(of_cell.std() / unit),
+            "median_ms": float(np.median(of_cell) * 1e3),
             "paper": paper.LATENCY.get((shape_name(trained), length, batch)),
         }
-        for (trained, length, batch), own in zip(shapes, seconds.T, strict=True)
+        for (trained, length, batch), of_cell in zip(shapes, seconds.T, strict=True)
     ]
 
 
@@ -188,7 +193,7 @@ def markdown(result: dict[str, Any]) -> str:
         "operations by phase (`jax.named_scope`), on all threads, with the profiler on. `other` is "
         "the call on the prompt, the loop itself and operations without a scope. Rows below 0.5 % "
         f"are left out.{'' if result['profile'] else ' This machine does not allow profiling.'}",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)
 

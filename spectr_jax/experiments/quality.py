@@ -1,6 +1,6 @@
 """Bits per character of models on held-out sentences, in each decoding precision.
 
-All models score the same tokens (`scored`) of the same sentences, those that fit every model's
+All models score the tokens (`scored_tokens`) of the same sentences, those that fit every model's
 context.
 """
 
@@ -20,7 +20,7 @@ from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
@@ -32,14 +32,15 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
+SEVERAL_HOSTS = False
 SEPARATOR = "<|endoftext|>"
 """Precedes each training document of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
 WIDTH = 32
 """Batches are padded to a multiple of this length, so that few programs compile."""
 
 
-class Contender(NamedTuple):
-    """A model of the table: what is known of it before it is scored."""
+class ModelInfo(NamedTuple):
+    """What is known of a model of the table before it is scored."""
 
     spec: str
     name: str
@@ -65,34 +66,37 @@ def run(
     measurement.check_batch_size(config)
     check_table(config, workdir, NAME)
     sentences = open_sentences(config.heldout, config.tfds_dir or None)
-    contenders = [_contender(spec) for spec in config.models]
-    kept = fitting(sentences, contenders, config.sentences, config.heldout)
-    weights = [each.weights for each in contenders]
+    models = [_info(spec) for spec in config.models]
+    kept = fitting(sentences, models, config.sentences, config.heldout)
+    weights = [model.weights for model in models]
     journal = Journal(workdir, NAME, config, weights, again, content_digest(kept))
 
     tasks = {
-        f"{each.spec} in {dtype}": functools.partial(_scores, kept, config.batch_size, each, dtype)
-        for each, dtype in itertools.product(contenders, config.dtypes)
+        f"{model.spec} in {dtype}": functools.partial(
+            _scores, kept, config.batch_size, model, dtype
+        )
+        for model, dtype in itertools.product(models, config.dtypes)
     }
-    found, rows = side_by_side([tasks[name] for name in tasks if name not in journal]), []
-    for each in contenders:
+    missing = compiled_in_parallel([tasks[name] for name in tasks if name not in journal])
+    measure, rows = functools.partial(next, missing), []
+    for model in models:
         scores = {
-            dtype: journal.value(f"{each.spec} in {dtype}", functools.partial(next, found))
+            dtype: journal.get_or_measure(f"{model.spec} in {dtype}", measure)
             for dtype in config.dtypes
         }
-        rows.append({"model": each.name, "parameters": each.parameters, "scores": scores})
+        rows.append({"model": model.name, "parameters": model.parameters, "scores": scores})
         print(_cells(rows[-1], config.dtypes), flush=True)
     return journal.finish({"rows": rows, "sentences": len(kept)}, markdown)
 
 
-def _contender(spec: str) -> Contender:
+def _info(spec: str) -> ModelInfo:
     trained = load_alone(spec)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
     name, model, tokenizer = trained
-    return Contender(spec, name, parameters, model.context, tokenizer, *report.weights(trained))
+    return ModelInfo(spec, name, parameters, model.context, tokenizer, *report.weights(trained))
 
 
-def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
+def scored_tokens(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
     """Returns the tokens of a sentence; a model is scored on all but the first.
 
     The first is BOS if the tokenizer adds one to prompts, or else `SEPARATOR` if it is in the
@@ -107,9 +111,7 @@ def scored(tokenizer: AnyTokenizer, sentence: str) -> list[int]:
     return [tokenizer.bos if adds_bos or len(separator) != 1 else separator[0], *line]
 
 
-def fitting(
-    sentences: Sentences, contenders: Sequence[Contender], first: int, name: str
-) -> list[str]:
+def fitting(sentences: Sentences, models: Sequence[ModelInfo], first: int, name: str) -> list[str]:
     """Returns those of the `first` sentences that fit the context of every model.
 
     Raises:
@@ -119,10 +121,10 @@ def fitting(
     kept = [
         text
         for text in tried
-        if all(len(scored(each.tokenizer, text)) <= each.context + 1 for each in contenders)
+        if all(len(scored_tokens(model.tokenizer, text)) <= model.context + 1 for model in models)
     ]
     if not kept:
-        shortest = min(contenders, key=lambda each: each.context)
+        shortest = min(models, key=lambda model: model.context)
         raise UserError(
             f"heldout={name!r}: no sentence fits the context of all models; leave out the model of "
             f"the shortest context, {shortest.spec!r}"
@@ -131,13 +133,13 @@ def fitting(
 
 
 def _scores(
-    sentences: list[str], batch_size: int, contender: Contender, dtype: str
+    sentences: list[str], batch_size: int, model: ModelInfo, dtype: str
 ) -> dict[str, float]:
-    tokens = [scored(contender.tokenizer, sentence) for sentence in sentences]
+    tokens = [scored_tokens(model.tokenizer, sentence) for sentence in sentences]
     characters = sum(len(sentence) + 1 for sentence in sentences)
-    heldout = Heldout(batches(tokens, batch_size, contender.context), characters)
+    heldout = Heldout(batches(tokens, batch_size, model.context), characters)
     mesh = sharding.make_mesh()
-    graphdef, state = nnx.split(load(contender.spec, dtype).model)
+    graphdef, state = nnx.split(load(model.spec, dtype).model)
     nats = jax.jit(functools.partial(_nats, graphdef))
     return evaluate(nats, sharding.replicate(mesh, state), heldout, mesh)
 
@@ -148,7 +150,7 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
     A batch has `inputs`, `targets` and `real`, 1 for scored tokens. It is as long as its longest
     sequence, rounded up to a multiple of `WIDTH` and at most `context`.
     """
-    ordered, made = sorted(texts, key=len), []
+    ordered, result = sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
         chosen = ordered[start : start + rows]
         width = min(-(-(len(chosen[-1]) - 1) // WIDTH) * WIDTH, context)
@@ -156,8 +158,8 @@ def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dic
         for row, text in enumerate(chosen):
             for name, values in (("inputs", text[:-1]), ("targets", text[1:]), ("real", 1)):
                 batch[name][row, : len(text) - 1] = values
-        made.append(batch)
-    return made
+        result.append(batch)
+    return result
 
 
 def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -184,7 +186,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"precedes a sentence and is not scored (`{SEPARATOR}` for a model that adds no BOS). The "
         "line end, a newline or EOS, is scored and counts as one character.",
         f"Models {', '.join(f'`{spec}`' for spec in config['models'])}.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page("Held-out sentences", table, notes)
 

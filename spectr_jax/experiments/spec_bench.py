@@ -20,10 +20,10 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.data.questions import OVERALL, Question, read_questions, spread
+from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.generate import generate, lower
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.request import LONG, padded_length
 from spectr_jax.experiments import paper
@@ -33,34 +33,28 @@ from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.bench import progress
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, check_context, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, write_figure
 
 NAME, BASELINE = "spec_bench", "baseline"
+SEVERAL_HOSTS = False
 PARTS = 8
 """Number of parts of an answer in which acceptance is counted."""
 
 
-class Contender(NamedTuple):
-    """A method of the table with the draft model that it needs."""
-
-    label: str
-    method: Method
-    draft: Frozen | None
-
-
-class Bench(NamedTuple):
+class Setup(NamedTuple):
     """The inputs that all conversations share. `compiled` has the label and the padded prompt
     length of each compiled program."""
 
     config: ml_collections.ConfigDict
-    target: Trained
-    model: Frozen
-    contenders: list[Contender]
+    tokenizer: AnyTokenizer
+    models: tuple[Frozen, Frozen | None]  # The target and its draft.
+    methods: dict[str, Method]  # By label.
     compiled: set[tuple[str, int]]
 
 
@@ -82,12 +76,8 @@ def run(
         raise UserError(f"draft={config.draft!r}: none of the methods uses one; leave it out")
     target, drafts = load_pair(config.target, needed, config.dtype)
     check_room(config, questions, [target, *drafts])
-    small = freeze(drafts[0].model) if drafts else None
-    contenders = [
-        Contender(label, method, small if method.needs_draft else None)
-        for label, method in methods.items()
-    ]
-    bench = Bench(config, target, freeze(target.model), contenders, set())
+    models = freeze(target), freeze(drafts[0]) if drafts else None
+    setup = Setup(config, target.tokenizer, models, methods, set())
     inputs = digest(json.dumps(questions).encode())[:16]
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again, inputs)
     rows: list[dict[str, Any]] = []
@@ -97,8 +87,8 @@ def run(
             for number, question in enumerate(questions):
                 entry = f"question {question.identity} at temperature {temperature}"
                 bar.set_description(entry)
-                measure = functools.partial(measure_question, bench, question, number, temperature)
-                measured.append((question.task, journal.value(entry, measure)))
+                measure = functools.partial(measure_question, setup, question, number, temperature)
+                measured.append((question.task, journal.get_or_measure(entry, measure)))
                 bar.update()
             rows += summaries(temperature, measured)
     title = f"Speedup by task, {target.name}"
@@ -153,18 +143,16 @@ def check_room(
             f"target={config.target!r}: has no chat template, which Spec-Bench needs; give an "
             "instructed model"
         )
-    context, name = min((each.model.context, each.name) for each in models)
+    shortest = min(models, key=lambda trained: trained.model.context)
     for question in questions:
         messages: list[dict[str, str]] = []
         for turn in question.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
         prompt = models[0].tokenizer.chat(messages[:-1])
         answers = config.max_new_tokens * (len(question.turns) - 1)
-        if _padded(len(prompt) + answers) + config.max_new_tokens > context:
-            raise UserError(
-                f"max_new_tokens={config.max_new_tokens}: question {question.identity} can exceed "
-                f"the context {context} of {name!r}; give fewer, or leave the question out"
-            )
+        asked = f"max_new_tokens={config.max_new_tokens}, question {question.identity}"
+        tokens = _padded(len(prompt) + answers) + config.max_new_tokens
+        check_context(asked, tokens, shortest, "lower it, or leave the question out")
 
 
 def _padded(tokens: int) -> int:
@@ -173,65 +161,64 @@ def _padded(tokens: int) -> int:
 
 
 def measure_question(
-    bench: Bench, question: Question, number: int, temperature: float
+    setup: Setup, question: Question, number: int, temperature: float
 ) -> dict[str, Any]:
     """Returns the results of each method on a question, by label.
 
     `runs` has the tokens, calls and seconds of each run. `positions` has the sums over all runs of
     the counts of `observe_positions`, by level and by part of an answer.
     """
-    made: dict[str, list[tuple]] = {contender.label: [] for contender in bench.contenders}
-    for turn in range(bench.config.runs):
-        key = jax.random.fold_in(jax.random.key(bench.config.seed), number)
+    runs: dict[str, list[dict[str, float]]] = {label: [] for label in setup.methods}
+    positions: dict[str, list[dict[str, list[int]]]] = {label: [] for label in setup.methods}
+    for turn in range(setup.config.runs):
+        key = jax.random.fold_in(jax.random.key(setup.config.seed), number)
         key = jax.random.fold_in(key, turn)
-        for contender in bench.contenders:
-            answered = converse(bench, contender, question, temperature, key)
-            made[contender.label].append(answered)
-    return {
-        label: {"runs": [run for run, _ in own], "positions": _summed([sums for _, sums in own])}
-        for label, own in made.items()
-    }
+        for label in setup.methods:
+            totals, counts = converse(setup, label, question, temperature, key)
+            runs[label].append(totals)
+            positions[label].append(counts)
+    return {label: {"runs": runs[label], "positions": _summed(positions[label])} for label in runs}
 
 
 def _summed(counts: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Returns the sums of the counts of each name."""
-    return {name: np.sum([each[name] for each in counts], axis=0).tolist() for name in counts[0]}
+    return {name: np.sum([one[name] for one in counts], axis=0).tolist() for name in counts[0]}
 
 
 def converse(
-    bench: Bench, contender: Contender, question: Question, temperature: float, key: jax.Array
+    setup: Setup, label: str, question: Question, temperature: float, key: jax.Array
 ) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """Answers the messages of a question in turn. Consumes `key`.
+    """Answers the messages of a question in turn by the method `label`. Consumes `key`.
 
     Returns:
       tokens, calls and seconds, and the counts of `observe_positions` by level and by part of an
       answer.
     """
-    tokenizer, new_tokens = bench.target.tokenizer, bench.config.max_new_tokens
+    tokenizer, new_tokens = setup.tokenizer, setup.config.max_new_tokens
     policy = Policy(temperature, eos=tokenizer.eos)
     messages: list[dict[str, str]] = []
-    made, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, []
+    totals, positions = {"tokens": 0, "calls": 0, "seconds": 0.0}, []
     for number, turn in enumerate(question.turns):
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.chat(messages)
         start, length = len(prompt), _padded(len(prompt))
         tokens = np.zeros((1, length), np.int32)
         tokens[0, :start] = prompt
-        models = bench.model, contender.draft
-        given = tokens, [start], new_tokens, policy, observe_positions(length + new_tokens)
-        arguments: Any = (jax.random.fold_in(key, number), contender.method, *models, *given)
-        if (contender.label, length) not in bench.compiled:
+        decoder = jax.random.fold_in(key, number), setup.methods[label], *setup.models
+        observe = observe_positions(length + new_tokens)
+        arguments: Any = (*decoder, tokens, [start], new_tokens, policy, observe)
+        if (label, length) not in setup.compiled:
             lower(*arguments).compile()
-            bench.compiled.add((contender.label, length))
+            setup.compiled.add((label, length))
         started = time.perf_counter()
         generation = jax.block_until_ready(generate(*arguments))
-        made["seconds"] += time.perf_counter() - started
+        totals["seconds"] += time.perf_counter() - started
         new = np.asarray(generation.tokens[0, start : int(generation.lengths[0])]).tolist()
-        made["tokens"] += len(new)
-        made["calls"] += int(generation.target_calls[0])
+        totals["tokens"] += len(new)
+        totals["calls"] += int(generation.target_calls[0])
         positions.append(_by_part(generation.observed, start, new_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(new)})
-    return made, _summed(positions)
+    return totals, _summed(positions)
 
 
 def _by_part(observed: dict[str, jax.Array], start: int, new_tokens: int) -> dict[str, np.ndarray]:
@@ -251,23 +238,26 @@ def summaries(temperature: float, measured: list[tuple[str, Any]]) -> list[dict[
     """
     rows = []
     for task in (*dict.fromkeys(task for task, _ in measured), OVERALL):
-        found = [each for of_task, each in measured if task in (of_task, OVERALL)]
-        speeds = {label: _speeds([each[label]["runs"] for each in found]) for label in found[0]}
+        questions = [question for of_task, question in measured if task in (of_task, OVERALL)]
+        speeds = {
+            label: _speeds([question[label]["runs"] for question in questions])
+            for label in questions[0]
+        }
         for label, speed in speeds.items():
-            made = [run for each in found for run in each[label]["runs"]]
-            tokens, calls = (sum(run[name] for run in made) for name in ("tokens", "calls"))
+            runs = [run for question in questions for run in question[label]["runs"]]
+            tokens, calls = (sum(run[name] for run in runs) for name in ("tokens", "calls"))
             ratios = speed / speeds[BASELINE]
             rows.append(
                 {
                     "temperature": temperature,
                     "task": task,
-                    "questions": len(found),
+                    "questions": len(questions),
                     "method": label,
                     "tokens_per_call": tokens / calls,
                     "tokens_per_second": float(np.mean(speed)),
                     "speedup": float(np.mean(ratios)),
                     "speedup_std": float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
-                    **_summed([each[label]["positions"] for each in found]),
+                    **_summed([question[label]["positions"] for question in questions]),
                 }
             )
     return rows
@@ -279,7 +269,7 @@ def _speeds(runs: list[list[dict[str, float]]]) -> np.ndarray:
     return np.mean(speeds, axis=0)
 
 
-def shares(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
+def acceptance_rates(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
     """Returns the share of accepted drafts at each place, None where nothing was drafted."""
     return [yes / every if every else None for yes, every in zip(accepted, reached, strict=True)]
 
@@ -309,7 +299,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
         f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
         f"Target `{config['target']}`, {draft}{config['dtype']}.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)
 
@@ -321,8 +311,8 @@ def _speed_table(rows: list[dict[str, Any]]) -> str:
     table = []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = {row["method"]: row for row in rows if row["task"] == task}
-        own = of_task[BASELINE]
-        cells = [task, own["questions"], f"{own['tokens_per_second']:.1f}"]
+        baseline = of_task[BASELINE]
+        cells = [task, baseline["questions"], f"{baseline['tokens_per_second']:.1f}"]
         for row in (of_task[label] for label in labels):
             cells += [f"{row['tokens_per_call']:.2f}", f"{row['speedup']:.2f}"]
         table.append(cells)
@@ -335,7 +325,7 @@ def _level_table(rows: list[dict[str, Any]]) -> str:
     table = []
     for row in rows:
         if row["method"] != BASELINE:
-            accepted = shares(row["accepted"], row["reached"])
+            accepted = acceptance_rates(row["accepted"], row["reached"])
             accepted += [None] * (height - len(accepted))
             cells = ["-" if share is None else f"{share:.2f}" for share in accepted]
             table.append([row["task"], row["method"], *cells])
@@ -360,7 +350,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
         by_part = "part of the answer", row["accepted_at"], row["chosen_at"]
         pair = grid[line, column : column + 2]
         for axes, (what, *counts) in zip(pair, (by_level, by_part), strict=True):
-            share = np.array(shares(*counts), float)  # None becomes NaN.
+            share = np.array(acceptance_rates(*counts), float)  # None becomes NaN.
             places = np.arange(1, len(share) + 1)
             style, width = ("k.-", 2) if row["task"] == OVERALL else (".-", 1)
             # Matplotlib would read formulas between dollars, and hide labels after underscores.

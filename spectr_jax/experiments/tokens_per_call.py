@@ -9,7 +9,6 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.decoding import get_method
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import chain, iid_chains
 from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import eval_config
@@ -17,13 +16,15 @@ from spectr_jax.experiments.measure import measurement, report
 from spectr_jax.experiments.measure.acceptance import observe_accepted, observe_optimum
 from spectr_jax.experiments.measure.bench import Bench, progress
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement, Program
+from spectr_jax.experiments.measure.measurement import Contender, Measurement
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.loading.by_name import Trained, shape_name
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
 
 NAME = "tokens_per_call"
+SEVERAL_HOSTS = True
 
 
 def run(
@@ -86,20 +87,20 @@ def check_eval_config(config: ml_collections.ConfigDict) -> None:
             )
 
 
-def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Program]:
+def table_rows(config: ml_collections.ConfigDict, drafts: list[Trained]) -> list[Contender]:
     """Returns the baseline, and for each draft and L the methods with K drafts.
 
     At K = 1 these are speculative decoding and the config's methods on one chain; at larger K its
     other methods.
     """
-    rows = [Program(get_method("baseline"), None)]
+    rows = [Contender(get_method("baseline"), None)]
     several = [name for name in config.methods if not cannot_branch(name)]
     one = dict.fromkeys(["speculative", *(name for name in config.methods if cannot_branch(name))])
     for draft, length, k in itertools.product(drafts, config.draft_lengths, config.num_drafts):
         for name in one if k == 1 else several:
             method = on_tree(name, iid_chains(k, length))
             if method is not None:
-                rows.append(Program(method, draft))
+                rows.append(Contender(method, draft))
     return rows
 
 
@@ -138,7 +139,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
     notes += [
         f"Target `{config['target']}`, drafts {drafts}, prompts `{config['prompts']}`.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     return report.page(result["title"], report.table(columns, result["rows"]), notes)
 
@@ -170,7 +171,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _summary(
-    row: Program,
+    row: Contender,
     results: list[Measurement],
     best: Measurement | None,
     baseline: list[Measurement],
@@ -199,19 +200,19 @@ def _summary(
     }
 
 
-def _chains(row: Program) -> tuple[int, int]:
+def _chains(row: Contender) -> tuple[int, int]:
     """Returns K and L; both are 0 for the baseline."""
     tree = row.method.tree
     return len(tree.levels[1]) if tree.size else 0, tree.height
 
 
-def _has_optimum(config: ml_collections.ConfigDict, row: Program) -> bool:
+def _has_optimum(config: ml_collections.ConfigDict, row: Contender) -> bool:
     """Returns whether alpha*, the optimum for i.i.d. drafts, is measured for the row."""
     iid = row.draft is not None and row.method.verifier.rule == "iid"
     return iid and config.optimal_acceptance
 
 
-def _measure_group(bench: Bench, number: int, rows: list[Program]) -> list[dict[str, Any]]:
+def _measure_group(bench: Bench, number: int, rows: list[Contender]) -> list[dict[str, Any]]:
     """Returns the measured rows, which take turns on each seed. The first one is the baseline."""
     config = bench.config
     # With the number of the group, because two drafts may share a name.

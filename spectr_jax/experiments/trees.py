@@ -18,7 +18,6 @@ import tqdm
 
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.methods import cannot_branch, on_tree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import drawing, ersd
@@ -32,14 +31,16 @@ from spectr_jax.experiments.measure.acceptance import (
 )
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement, Program
+from spectr_jax.experiments.measure.measurement import Contender, Measurement
 from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.loading.by_name import shape_name
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "trees"
+SEVERAL_HOSTS = False
 ROWS_AT_ONCE = 16
 """Number of rows whose programs are compiled in parallel and kept."""
 
@@ -139,15 +140,15 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
 
     def measure_nodes(orders: dict[tuple[str, str], Sequence[tuple[int, ...]]]) -> None:
         """Adds the acceptance of trees that grow in these orders, by (method, shape)."""
-        programs = {}
+        contenders = {}
         for (name, shape), paths in orders.items():
             # Any tree will do, because the plan's acceptance is measured.
             method = dataclasses.replace(get_method(name), tree=tree_search.tree_of(paths))
-            program = Program(method, bench.drafts[0], observe_nodes)
-            programs[f"acceptance of {name}, {shape}"] = program
-        found = bench.measure_all(programs, config.seeds)
-        for (key, paths), (label, runs) in zip(orders.items(), found.items(), strict=True):
-            tree = programs[label].method.tree
+            contender = Contender(method, bench.drafts[0], observe_nodes)
+            contenders[f"acceptance of {name}, {shape}"] = contender
+        measured = bench.measure_all(contenders, config.seeds)
+        for (key, paths), (label, runs) in zip(orders.items(), measured.items(), strict=True):
+            tree = contenders[label].method.tree
             numbers = {tree.path(node): node for node in range(1, size + 1)}
             counts = np.array([run.observed["nodes"] for run in runs])
             nodes[key] = Nodes(paths, counts[:, [numbers[path] for path in paths]] / counts[:, :1])
@@ -170,9 +171,9 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
     carriers = {}
     if iid:
         walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
-        program = Program(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
+        contender = Contender(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
         # One batch of prompts, because SpecTr++ takes half a minute per call for all k together.
-        counts = bench.measured("carriers", program, config.seeds[0], batches=1).observed
+        counts = bench.measured("carriers", contender, config.seeds[0], batches=1).observed
         carriers = {name: shares(table) for name, table in counts.items()}
     kl = float(np.mean(divergences)) if divergences else np.nan
     return PairAcceptance(R, nodes, carriers, kl)
@@ -219,24 +220,24 @@ def _shapes(
     if carriers and rule == "iid":
         length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
         extra = [tree_lib.parse(spec) for spec in config.extra_trees]
-        given = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
+        shapes = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
         if size >= 2 * length:
-            given.insert(0, (size // length, *[1] * (length - 1)))
+            shapes.insert(0, (size // length, *[1] * (length - 1)))
         best = tree_search.best_prefix_tree(table, size, length)
         notes = {best: ", best"} if name in carriers else {}
         return {
-            f"({tree_lib.spelled(each)}){notes.get(each, '')}": tree_lib.prefix_tree(*each)
-            for each in dict.fromkeys([*given, best])
+            f"({tree_lib.spelled(shape)}){notes.get(shape, '')}": tree_lib.prefix_tree(*shape)
+            for shape in dict.fromkeys([*shapes, best])
         }
-    shapes = _fixed_shapes(size)
+    trees = _fixed_shapes(size)
     if rule != "race" or name not in acceptance.R:
-        del shapes["chain"]  # One draft per node is speculative decoding.
+        del trees["chain"]  # One draft per node is speculative decoding.
     if name in acceptance.R:
-        shapes["optimal"] = tree_search.optimal_tree(acceptance.R[name], size)
+        trees["optimal"] = tree_search.optimal_tree(acceptance.R[name], size)
     elif acceptance.R:
         other, R = next(iter(acceptance.R.items()))
-        shapes[f"{other}'s optimal"] = tree_search.optimal_tree(R, size)
-    return shapes
+        trees[f"{other}'s optimal"] = tree_search.optimal_tree(R, size)
+    return trees
 
 
 def _fixed_shapes(size: int) -> dict[str, Tree]:
@@ -250,28 +251,28 @@ def _fixed_shapes(size: int) -> dict[str, Tree]:
 def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
     seeds, journal, results = bench.config.seeds, bench.journal, []
     named = [
-        (f"N={row.size} {row.method.name} {row.shape}", row, Program(row.method, bench.drafts[0]))
+        (f"N={row.size} {row.method.name} {row.shape}", row, Contender(row.method, bench.drafts[0]))
         for row in rows
     ]
     baseline = named[0][-1]
 
-    def measured_row(row: Row, program: Program) -> dict[str, Any]:
-        for each in (baseline, program):
-            bench.run(each, 0, batches=1)  # The first run is not timed.
+    def measured_row(row: Row, contender: Contender) -> dict[str, Any]:
+        bench.run(baseline, 0, batches=1)  # The first runs are not timed.
+        bench.run(contender, 0, batches=1)
         # The baseline runs just before and after the method, so that their ratio is fair.
         before = bench.run(baseline, 0, batches=2)
-        runs = [bench.run(program, seed) for seed in seeds]
+        runs = [bench.run(contender, seed) for seed in seeds]
         return _summary(row, runs, [before, bench.run(baseline, 0, batches=2)])
 
     with tqdm.tqdm(total=len(rows), unit="row", dynamic_ncols=True) as bar:
         for first in range(0, len(rows), ROWS_AT_ONCE):
             some = named[first : first + ROWS_AT_ONCE]
-            missing = {name: program for name, _, program in some if name not in journal}
+            missing = {name: contender for name, _, contender in some if name not in journal}
             bench.compile({"baseline": baseline, **missing} if missing else {})
-            for name, row, program in some:
+            for name, row, contender in some:
                 bar.set_description(name)
-                take = functools.partial(measured_row, row, program)
-                results.append(journal.value(name, take))
+                measure = functools.partial(measured_row, row, contender)
+                results.append(journal.get_or_measure(name, measure))
                 bar.update()
             jax.clear_caches()  # The number of programs a process can hold is limited.
     return results
@@ -279,7 +280,7 @@ def _measure_rows(bench: Bench, rows: list[Row]) -> list[dict[str, Any]]:
 
 def _summary(row: Row, runs: list[Measurement], baseline: list[Measurement]) -> dict[str, Any]:
     speed, baseline_speed = (
-        float(np.median([each.per_second for each in some])) for some in (runs, baseline)
+        float(np.median([run.per_second for run in some])) for some in (runs, baseline)
     )
     tree = row.method.tree
     return {
@@ -347,7 +348,7 @@ def markdown(result: dict[str, Any]) -> str:
     notes += [
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts `{config['prompts']}`. "
         f"`self_speculative` drafts with the first {config['exit_layer']} layers of the target.",
-        report.made_by(result),
+        report.provenance_line(result),
     ]
     table = f"{result['answer']}\n\n{report.table(columns, result['rows'])}"
     return report.page(result["title"], table, notes)

@@ -28,7 +28,7 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.training.runs import open_run
 from spectr_jax.utils.errors import UserError, check_device, unknown
-from spectr_jax.utils.files import digest, expanded, named, read_json
+from spectr_jax.utils.files import digest, expanded, expanded_with_name, read_json
 
 EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
@@ -88,7 +88,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         if not cpu.on_cpu():
             return load(spec, "bfloat16")
         trained = load(spec, "float32")
-        if cpu.kernels() and isinstance(trained.model, nnx.Module):
+        if cpu.kernels_in_use() and isinstance(trained.model, nnx.Module):
             trained = trained._replace(model=with_halved_kernels(trained.model))
         return trained
     check_dtype(dtype)
@@ -182,7 +182,7 @@ def weights_path(spec: str) -> pathlib.Path:
 def _from_path(spec: str, dtype: str) -> Trained:
     from spectr_jax.models.weights import weight_files
 
-    path = PUBLISHED.get(spec) or named(spec.removesuffix(BEST))
+    path = PUBLISHED.get(spec) or expanded_with_name(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
@@ -206,7 +206,7 @@ def _no_model(spec: str) -> UserError:
         *(PART.sub("", spec), str(path / path.name)),
         *(beside if path.is_dir() else difflib.get_close_matches(spec, beside, n=1)),
     ]
-    meant = [name for name in near if weight_files(named(name))]
+    meant = [name for name in near if weight_files(expanded_with_name(name))]
     if len(path.parts) == 1:
         meant += difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)
     hint = f"did you mean {meant[0]!r}? " if meant else ""

@@ -90,7 +90,7 @@ class ShowsFeatures(Model, Protocol):
         """
         ...
 
-    def scored(self, hidden_BxNxE: jax.Array) -> jax.Array:
+    def logits_of(self, hidden_BxNxE: jax.Array) -> jax.Array:
         """Returns the head's logits [B, N, V] float32."""
         ...
 
@@ -98,7 +98,7 @@ class ShowsFeatures(Model, Protocol):
 class SeesFeatures(Model, Protocol):
     """A draft that sees its target's features.
 
-    It has `scored` and `hidden` as `ShowsFeatures`, where `hidden` also takes `features_BxNxE`: the
+    It has `logits_of` and `hidden` as `ShowsFeatures`. `hidden` also takes `features_BxNxE`: the
     target's hidden state at the token before each new token.
     """
 
@@ -143,7 +143,7 @@ class Decoder(nnx.Module):
 
     config: Any
     norm: Any
-    scored: Any
+    logits_of: Any
     _run: Any
 
     @property
@@ -179,7 +179,7 @@ class Decoder(nnx.Module):
         hidden_BxNxE, cache = self.hidden(
             tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers=layers
         )
-        return self.scored(hidden_BxNxE), cache
+        return self.logits_of(hidden_BxNxE), cache
 
     def hidden(
         self,

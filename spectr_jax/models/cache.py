@@ -126,18 +126,18 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
     return jnp.where(offset_BxT[:, None, :] < 0, True, pending_BxNxT & (offset_BxT < M)[:, None, :])
 
 
-def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int = 0) -> Cache:
+def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, in_place: int = 0) -> Cache:
     """Commits pending rows.
 
     Args:
       cache: has pending rows after its committed ones.
       path_BxD: int32, the pending index of each row to keep, in order; entries past the new length
         are ignored.
-      lengths_B: the new lengths, at most `settled + D` above the old ones.
-      settled: static number of leading pending rows that are in place already.
+      lengths_B: the new lengths, at most `in_place + D` above the old ones.
+      in_place: static number of leading pending rows that are in place already.
 
     Returns:
-      The cache with these rows in the slots right after the old lengths and the settled rows.
+      The cache with these rows in the slots right after the old lengths and the rows in place.
     """
     if not path_BxD.shape[1]:
         return dataclasses.replace(cache, lengths=lengths_B)
@@ -150,5 +150,5 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, settled: int =
     if not cpu.on_cpu() and len({(rows.shape, rows.dtype) for rows in kept}) == 1:
         # One kernel on a GPU for all layers instead of one each.
         kept = list(jax.lax.optimization_barrier(jnp.stack(kept)))
-    written = [write(*both, cache.lengths + settled) for both in zip(buffers, kept, strict=True)]
+    written = [write(*both, cache.lengths + in_place) for both in zip(buffers, kept, strict=True)]
     return Cache(jax.tree.unflatten(structure, written), lengths_B)

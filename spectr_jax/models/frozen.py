@@ -98,6 +98,25 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
     )
 
 
+class TooLong(UserError):
+    """A sequence exceeds a model's context."""
+
+
+def check_context(asked: str, tokens: int, model: Frozen | Trained, remedy: str) -> None:
+    """Raises `TooLong` if a sequence of `tokens` tokens exceeds the context of `model`.
+
+    Args:
+      asked: the options that need these tokens, with their values.
+      tokens: the largest number of tokens of a sequence.
+      model: the target, or any model with a name.
+      remedy: what to do about it.
+    """
+    context = model.context if isinstance(model, Frozen) else model.model.context
+    name = "the target" if isinstance(model, Frozen) else repr(model.name)
+    if tokens > context:
+        raise TooLong(f"{asked}: {tokens} tokens exceed the context {context} of {name}; {remedy}")
+
+
 def _check_protocol(model: Any) -> None:
     """Raises `UserError` for a part of `Model` that is missing or of another kind."""
     kind = type(model).__name__

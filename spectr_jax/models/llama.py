@@ -265,7 +265,7 @@ class Llama(Decoder):
         )
         return parts[0] + self.fuse(lower).astype(jnp.float32)
 
-    def scored(self, x_BxNxE):
+    def logits_of(self, x_BxNxE):
         """Returns logits [B, N, V] float32 of the result of `hidden`."""
         head = self.embed.attend if self.head is None else self.head
         return head(x_BxNxE).astype(jnp.float32)

@@ -60,14 +60,14 @@ def _parameters(rows: Any) -> tuple[nnx.Param, nnx.Param]:
     """Returns integers and scales. Without kernels a CPU stores the integers as float32."""
     whole, scale = quantized(rows.astype(np.float32))
     # XLA on a CPU would convert int8 in every call.
-    stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels() else jnp.int8
+    stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels_in_use() else jnp.int8
     return nnx.Param(jnp.asarray(whole, stored)), nnx.Param(jnp.asarray(scale[:, 0]))
 
 
 def _product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns x @ (kernel * scale[:, None]).T, float32 [..., outputs]."""
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    if kernel.dtype == jnp.int8 and cpu.kernels():
+    if kernel.dtype == jnp.int8 and cpu.kernels_in_use():
         result = cpu.int8_rows(rows, kernel, scale)
     else:
         result = jnp.matmul(rows, kernel.T.astype(rows.dtype)) * scale

@@ -133,7 +133,7 @@ class Transformer(Decoder):
         self.head = dense_layer(E, V, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def scored(self, hidden_BxNxE):
+    def logits_of(self, hidden_BxNxE):
         """Returns logits [B, N, V] float32 of what `hidden` returns."""
         return self.head(hidden_BxNxE).astype(jnp.float32)
 
@@ -148,7 +148,7 @@ class Transformer(Decoder):
         outputs, _ = self._run(
             tokens_BxN, positions_BxN, visible_BxNxN, None, 0, max(after), dropout_key, remat
         )
-        return [self.scored(self.norm(outputs[layer - 1])) for layer in after]
+        return [self.logits_of(self.norm(outputs[layer - 1])) for layer in after]
 
     def _run(
         self,

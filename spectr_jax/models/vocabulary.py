@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from spectr_jax.models.layers.dense import dense_layer
 
 
-class Kept(nnx.Variable):
+class Constant(nnx.Variable):
     """Token ids or masks, which are not trained."""
 
 
@@ -41,7 +41,7 @@ class PartialHead(nnx.Module):
 
     def __init__(self, width: int, kept: int, vocab_size: int, *, dtype, rngs: nnx.Rngs):
         self.linear = dense_layer(width, kept, use_bias=False, dtype=dtype, rngs=rngs)
-        self.tokens = Kept(jnp.arange(kept, dtype=jnp.int32))
+        self.tokens = Constant(jnp.arange(kept, dtype=jnp.int32))
         self.vocab_size = vocab_size
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ class SharedTokens(nnx.Module):
     """
 
     def __init__(self, model: Any, shared: ArrayLike):
-        self.model, self.shared = model, Kept(jnp.asarray(shared))
+        self.model, self.shared = model, Constant(jnp.asarray(shared))
         self.vocab_size = len(self.shared[...])
         self.context, self.layers = model.context, model.layers
 

@@ -19,7 +19,7 @@ from spectr_jax.models import llama, transformer
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import check_fetched, digest, parse_json
 
@@ -69,7 +69,7 @@ def save_weights(
         "notes": json.dumps(notes),
     }
     arrays: dict[str, jax.Array] = {}
-    for name, leaf in named_leaves(nnx.state(model, (nnx.Param, Kept))).items():
+    for name, leaf in named_leaves(nnx.state(model, (nnx.Param, Constant))).items():
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             arrays[name] = jnp.asarray(leaf)
         elif dtype == "int8" and leaf.ndim == 2:

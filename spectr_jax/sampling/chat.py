@@ -8,16 +8,8 @@ import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
-from spectr_jax.sampling.session import (
-    PARTIAL,
-    Session,
-    Token,
-    check_room,
-    encode_all,
-    has_room,
-    note,
-)
-from spectr_jax.sampling.trace import read_call, seen
+from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all, note
+from spectr_jax.sampling.trace import observe_call, read_call
 from spectr_jax.utils.errors import UserError
 
 
@@ -57,7 +49,8 @@ def encode_next(session: Session, messages: list[dict[str, str]], message: str) 
     """
     chat, left = session.target.tokenizer.chat, [*messages, {"role": "user", "content": message}]
     whole = tokens = chat(left)
-    while len(left) > 2 and not has_room(session, tokens):
+    room = session.target.model.context - session.max_new_tokens
+    while len(left) > 2 and len(tokens) > room:
         left = left[2:]  # A question and its answer.
         tokens = chat(left)
     check_room(session, message, tokens)
@@ -102,10 +95,12 @@ def answer(
     """Answers an encoded conversation, passing each token to `show`. Consumes `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
-    models, new_tokens = (session.target_model, session.draft_model), session.max_new_tokens
-    policy, own = session.policy, session.draft_policy
+    models, method = (session.target_model, session.draft_model), session.method
+    policy, draft_policy, new_tokens = session.policy, session.draft_policy, session.max_new_tokens
     stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
-    steps = stream(key, session.method, *models, prompt, new_tokens, policy, seen, own, stop=stop)
+    steps = stream(
+        key, method, *models, prompt, new_tokens, policy, observe_call, draft_policy, stop=stop
+    )
     new: list[int] = []
     text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0
     for step in steps:

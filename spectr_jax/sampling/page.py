@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
-from spectr_jax.decoding.tree import Tree
-from spectr_jax.experiments.figures.drawing import rows_of_paths
+from spectr_jax.decoding.tree import Tree, rows_of_paths
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 from spectr_jax.sampling.trace import ACCEPTED, Recorded

@@ -17,7 +17,7 @@ from spectr_jax.decoding.request import padded_length
 from spectr_jax.decoding.stopping import before, dropped_space, prepared
 from spectr_jax.loading.by_name import SMOLLM2, Trained, load
 from spectr_jax.loading.pairs import fitted, load_alone, load_pair
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, TooLong, check_context, freeze
 from spectr_jax.sampling.trace import Recorded, read_calls, recorder
 from spectr_jax.utils.errors import UserError
 
@@ -65,10 +65,6 @@ class Speed(NamedTuple):
     method: float
     baseline: float
     ratio: float
-
-
-class TooLong(UserError):
-    """A prompt that leaves no room for new tokens in the target's context."""
 
 
 def open_session(
@@ -140,19 +136,11 @@ def encode(session: Session, prompt: str) -> list[int]:
     return tokens
 
 
-def has_room(session: Session, tokens: Sequence[int]) -> bool:
-    """Returns whether the target's context has room for the new tokens."""
-    return len(tokens) + session.max_new_tokens <= session.target.model.context
-
-
 def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
     """Raises `TooLong` if the target's context has no room for the new tokens."""
-    if not has_room(session, tokens):
-        raise TooLong(
-            f"the prompt {shortened(prompt)!r} has {len(tokens)} tokens and max_new_tokens is "
-            f"{session.max_new_tokens}, more than the {session.target.model.context} of "
-            f"{session.target.name!r} together; shorten one of them"
-        )
+    new = session.max_new_tokens
+    asked = f"the prompt {shortened(prompt)!r} of {len(tokens)} tokens, max_new_tokens={new}"
+    check_context(asked, len(tokens) + new, session.target, "shorten one of them")
 
 
 def encode_all(

@@ -61,13 +61,13 @@ def recorder(capacity: int) -> Callable[[Call], dict[str, jax.Array]]:
         # `generate` sums these arrays over the calls, and no two calls start at the same length.
         return {
             name: jnp.zeros((capacity, *x.shape), x.dtype).at[call.scored.length].set(x)
-            for name, x in seen(call).items()
+            for name, x in observe_call(call).items()
         }
 
     return record
 
 
-def seen(call: Call) -> dict[str, jax.Array]:
+def observe_call(call: Call) -> dict[str, jax.Array]:
     """Returns the arrays of one call that `read_call` needs: an `observe` for `stream`."""
     scored, parent = call.scored, jnp.asarray(call.scored.tree.parent)
     q = shaped(scored.logits, scored.shaping)[parent, jnp.maximum(scored.tokens, 0)]
@@ -83,22 +83,23 @@ def seen(call: Call) -> dict[str, jax.Array]:
 
 def read_calls(tree: Tree, generation: Generation, row: int) -> list[Recorded]:
     """Returns the calls of sequence `row`, in order; a `recorder` must have observed them."""
-    made = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
-    starts = np.flatnonzero(made["emitted"]).tolist()
+    observed = {name: np.asarray(values[row]) for name, values in generation.observed.items()}
+    starts = np.flatnonzero(observed["emitted"]).tolist()
     ends = [*starts[1:], int(generation.lengths[row])]
     return [
-        read_call(tree, {name: values[start] for name, values in made.items()}, start, end)
+        read_call(tree, {name: values[start] for name, values in observed.items()}, start, end)
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
-def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> Recorded:
-    """Returns a call from what `seen` returned; the sequence grew from `start` to `end` tokens."""
-    accepted, emitted = int(made["emitted"]) - 1, end - start
-    path = made["path"][:accepted].tolist()
-    tokens = np.asarray(made["tokens"])
+def read_call(tree: Tree, observed: dict[str, np.ndarray], start: int, end: int) -> Recorded:
+    """Returns a call from the arrays of `observe_call`; the sequence grew from `start` to `end`
+    tokens."""
+    accepted, emitted = int(observed["emitted"]) - 1, end - start
+    path = observed["path"][:accepted].tolist()
+    tokens = np.asarray(observed["tokens"])
     last = _last_origin(tree, _live(tree, tokens, path)) if (tokens[1:] >= 0).any() else TARGET
-    p, q = np.array(made["p"]), np.array(made["q"])
+    p, q = np.array(observed["p"]), np.array(observed["q"])
     p[0] = q[0] = 1
     return Recorded(
         start=start,
@@ -107,7 +108,7 @@ def read_call(tree: Tree, made: dict[str, np.ndarray], start: int, end: int) -> 
         q=q,
         path=tuple(path[:emitted]),
         live=tuple(_live(tree, tokens, path[:emitted])),
-        emitted=tuple(made["chosen"][:emitted].tolist()),
+        emitted=tuple(observed["chosen"][:emitted].tolist()),
         origins=tuple([ACCEPTED] * accepted + [last])[:emitted],
     )
 

@@ -43,7 +43,7 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     """Writes a file atomically: if the write fails, the old file stays."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with naming(path):
+        with path_in_errors(path):
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
     except BaseException:
@@ -77,7 +77,7 @@ def write_figure(path: pathlib.Path, figure: Any) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: pathlib.Path) -> Iterator[None]:
+def path_in_errors(path: pathlib.Path) -> Iterator[None]:
     """A context that adds `path` to an `OSError` without a file name, as of a full disk."""
     try:
         yield
@@ -103,7 +103,7 @@ def expanded(name: str | pathlib.Path) -> pathlib.Path:
         raise UserError(f"{str(name)!r} cannot expand ~user; use an absolute path") from error
 
 
-def named(name: str | pathlib.Path) -> pathlib.Path:
+def expanded_with_name(name: str | pathlib.Path) -> pathlib.Path:
     """Returns `expanded(name)` with a last `.` or `..` resolved, so that it ends in a name."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path

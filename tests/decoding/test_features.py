@@ -18,7 +18,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.table import TableModel
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.testing import chi_square
 from spectr_jax.utils.errors import UserError
 
@@ -86,7 +86,7 @@ def expected_pmf(target, draft, drafted, tokens_T, length):
         own = without_cache(draft, tokens_T[None], seen)
         if back:  # The token at `length - back` is a draft: its features come from the draft model.
             seen = seen.at[0, length - back].set(own[0, length - 1 - back])
-    return jax.nn.softmax(draft.scored(own)[0, length - 1])
+    return jax.nn.softmax(draft.logits_of(own)[0, length - 1])
 
 
 def _seen(call):
@@ -146,7 +146,7 @@ def test_outputs_follow_the_target(request, sees):
         whole = np.zeros((VOCABULARY, 5), np.int32)
         whole[:, : lengths[row]] = prompts[row, : lengths[row]]
         whole[:, lengths[row]] = np.arange(VOCABULARY)
-        logits = np.asarray(target.scored(without_cache(target, jnp.asarray(whole))), np.float64)
+        logits = np.asarray(target.logits_of(without_cache(target, jnp.asarray(whole))), np.float64)
         first, second = _top_four(logits[:1, lengths[row] - 1]), _top_four(logits[:, lengths[row]])
         exact = first[0][:, None] * second
         ends = np.asarray(made.tokens)[rows == row][:, lengths[row] : lengths[row] + 2]
@@ -178,7 +178,7 @@ def test_a_new_draft_reads_only_features_of_the_last_layer():
         Llama(dataclasses.replace(DRAFT, feature_layers=layers), rngs=nnx.Rngs(1))
         for layers in ((2, 1), ())
     )
-    nnx.update(deep, nnx.state(plain, (nnx.Param, Kept)))
+    nnx.update(deep, nnx.state(plain, (nnx.Param, Constant)))
     tokens = jnp.arange(8)[None] % VOCABULARY
     features = without_cache(llama_target(), tokens, also=(2, 1))
     expected = without_cache(plain, tokens, features[..., :WIDTH])
@@ -225,9 +225,9 @@ def test_the_draft_head_scores_only_the_last_recalled_token():
     scored = []
 
     class Counting(Llama):
-        def scored(self, x):
+        def logits_of(self, x):
             scored.append(x.shape[1])
-            return super().scored(x)
+            return super().logits_of(x)
 
     counting, method = Counting(DRAFT, rngs=nnx.Rngs(1)), get_method("block", draft_length=5)
     generate(KEY, method, our_target(), counting, [[1, 2]], [2], 4)

@@ -79,7 +79,7 @@ def test_a_method_that_does_not_fit_the_models_is_refused(method, options, messa
 @pytest.mark.parametrize(
     ("draft", "prompts", "lengths", "new", "message"),
     [
-        (TABLE, [[1] * 10], [10], 7, "max_new_tokens=7 exceed the target's context of 16"),
+        (TABLE, [[1] * 10], [10], 7, "max_new_tokens=7: 17 tokens exceed the context 16"),
         (TABLE, [[1, 1]], [3], 4, r"prompt_lengths=\[3\]"),
         (TABLE, [[1, 1]], [0], 4, r"prompt_lengths=\[0\]"),
         (TABLE, [[1, 5]], [2], 4, r"outside 0\.\.4"),

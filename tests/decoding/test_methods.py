@@ -8,10 +8,10 @@ from flax import nnx
 
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.decoding.verifiers import base
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square

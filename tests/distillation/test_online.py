@@ -18,7 +18,7 @@ from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.config import online_config
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import LlamaConfig
-from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.models.weights import save_weights
 from spectr_jax.training import loop, runs
 from spectr_jax.training.metrics import read_metrics
@@ -224,7 +224,7 @@ def test_training_adds_a_feature_layer_to_a_trained_draft(config, teacher, sente
     learnt = load(str(tmp_path / "run"))
     assert learnt.model.feature_layers == (1,) and np.asarray(learnt.model.fuse.kernel[...]).any()
     np.testing.assert_array_equal(
-        learnt.model.head.tokens[...], nnx.state(draft, Kept)["head"]["tokens"][...]
+        learnt.model.head.tokens[...], nnx.state(draft, Constant)["head"]["tokens"][...]
     )
     prompts, lengths = teacher.tokenizer.prompts(sentences[:3])
     greedy, key = Policy(temperature=0.0), jax.random.key(0)

@@ -10,7 +10,6 @@ import runpy
 import numpy as np
 import pytest
 
-from spectr_jax.decoding.methods import on_tree
 from spectr_jax.decoding.tree import Tree, chain, prefix_tree
 from spectr_jax.experiments import auto, call_parts
 from spectr_jax.experiments.config import auto_config
@@ -19,6 +18,7 @@ from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Measurement, Prompts
 from spectr_jax.experiments.planning import tree_search
+from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.utils.errors import UserError
 
 
@@ -90,7 +90,7 @@ def _given(target, accepted=0.8, level=1.0):
     On this machine a call on n tokens takes `target(n)` seconds.
     """
     carriers = np.array([[1, 0, 0], [1 - accepted, accepted, 0], [1 - accepted, 0, accepted]])
-    acceptance = auto.Acceptance({"speculative": carriers}, 60.0, {})
+    acceptance = auto.Statistics({"speculative": carriers}, 60.0, {})
     times = call_parts.Times(
         target, 1.0, (0.0, 0.0), lambda _: level, lambda _: level, {"speculative": lambda _: 0.0}
     )
@@ -131,7 +131,7 @@ def test_methods_without_a_statistic_are_predicted_by_replay(toy, tmp_path):
     )
     target, drafts, prompts = measurement.open_table(config, tmp_path, "auto", (config.draft,))
     table = Bench(config, target, drafts, prompts, Journal(tmp_path, "auto", config, []))
-    acceptance = auto.measure_acceptance(table)
+    acceptance = auto.measure_statistics(table)
     shapes = ["2", "2,1"]  # Two chains of three have more than four nodes.
     assert {name: list(found) for name, found in acceptance.replayed.items()} == dict.fromkeys(
         config.methods, shapes
@@ -224,7 +224,7 @@ def test_the_warning_is_on_the_page_and_on_standard_error(tmp_path, monkeypatch,
     monkeypatch.setattr(auto, "check_auto_config", lambda _: None)
     monkeypatch.setattr(measurement, "open_table", lambda *_: table)
     monkeypatch.setattr(auto.report, "weights", lambda *_: [])
-    monkeypatch.setattr(auto, "measure_acceptance", lambda _: acceptance)
+    monkeypatch.setattr(auto, "measure_statistics", lambda _: acceptance)
     monkeypatch.setattr(auto, "measure_times", lambda _: times)
     # Each candidate decodes a tenth of what is predicted.
     speeds = {"measured_per_second": 0.001, "measured_per_call": 1.0, "speedup": 1.0, "nodes": 0}

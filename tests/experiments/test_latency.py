@@ -201,7 +201,7 @@ def test_control_flow_operations_are_left_out_of_the_profile():
     [
         ({"runs": 0}, "runs=0: must be at least 1"),
         ({"dtype": "int4"}, "dtype='int4': must be one of"),
-        ({"context": 30}, "context=30: with a call of 3 tokens it exceeds the context 32"),
+        ({"context": 30}, "context=30 and a call of 3 tokens: 33 tokens exceed the context 32"),
         ({"models": ("random:target_1m",)}, "unknown shape 'target_1m'"),
         ({"models": ("random:draft_2m", "random:draft_2m")}, "models='random:draft_2m'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts no chains of"),

@@ -14,7 +14,7 @@ from spectr_jax.data.hugging_face import HuggingFaceTokenizer, read_tokenizer
 from spectr_jax.data.tokenizer import BOS, EOS
 from spectr_jax.experiments import quality
 from spectr_jax.experiments.config import quality_config
-from spectr_jax.experiments.quality import run, scored
+from spectr_jax.experiments.quality import run, scored_tokens
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.hf_llama import save_llama
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -159,16 +159,20 @@ def test_sentences_get_a_start_token_and_a_line_end(toy, llama, in_hugging_face)
     ours = load(str(toy.folder / "target")).tokenizer
     written = HuggingFaceTokenizer(in_hugging_face(ours), BOS, (EOS, 3))
     line = "token 3 law"
-    assert scored(ours, line) == scored(written, line) == [BOS, *ours.encode(line), EOS]
+    assert (
+        scored_tokens(ours, line) == scored_tokens(written, line) == [BOS, *ours.encode(line), EOS]
+    )
     pairs = read_tokenizer(llama)
     tokens = pairs.encode(f"{line}\n").ids
     assert tokens[-1] == pairs.encode("\n").ids[0]
-    assert scored(HuggingFaceTokenizer(pairs, 0, 1), line) == [0, *tokens]
-    assert scored(HuggingFaceTokenizer(pairs, 0, 1, adds_bos=False), line) == [2, *tokens]
+    assert scored_tokens(HuggingFaceTokenizer(pairs, 0, 1), line) == [0, *tokens]
+    assert scored_tokens(HuggingFaceTokenizer(pairs, 0, 1, adds_bos=False), line) == [2, *tokens]
     bare = tokenizers.ByteLevelBPETokenizer()
     bare.train_from_iterator([line], vocab_size=270, special_tokens=["<s>"], show_progress=False)
     alone = HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(bare.to_str()), 0, 0, adds_bos=False)
-    assert scored(alone, line)[0] == 0  # The vocabulary has no separator, so BOS comes first.
+    assert (
+        scored_tokens(alone, line)[0] == 0
+    )  # The vocabulary has no separator, so BOS comes first.
 
 
 @pytest.mark.parametrize(

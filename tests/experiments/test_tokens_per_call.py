@@ -19,7 +19,7 @@ from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure.bench import CORES_OF_A_PROGRAM, Bench
-from spectr_jax.experiments.measure.measurement import Measurement, Program, read_prompts
+from spectr_jax.experiments.measure.measurement import Contender, Measurement, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
@@ -89,7 +89,7 @@ def test_the_table_is_written_as_json_markdown_and_png(whole):
 
 def test_the_papers_value_is_cited_only_at_its_temperature():
     draft = types.SimpleNamespace(model=types.SimpleNamespace(config=LADDER["draft_2m"]))
-    row = Program(get_method("spectr", num_drafts=4, draft_length=8), draft)
+    row = Contender(get_method("spectr", num_drafts=4, draft_length=8), draft)
     one = Measurement(
         tokens=12, calls=5, seconds=1.0, observed={"accepted": 1, "optimum": 1, "nodes": 2}
     )
@@ -165,12 +165,12 @@ def test_means_over_seeds_and_provenance_are_formatted():
         "hardware": "a lamp",
     }
     assert (
-        report.made_by(made)
+        report.provenance_line(made)
         == "Made by `python x.py` (commit 0123456789ab-dirty, jax 1) on a lamp."
     )
     made |= {"commit": "unknown", "config_hash": "ff", "seconds": 2.4}
     assert (
-        report.made_by(made)
+        report.provenance_line(made)
         == "Made by `python x.py` (config ff, commit unknown, jax 1) on a lamp in 2 s."
     )
 
@@ -182,8 +182,8 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
     prompts = read_prompts(config, target.tokenizer)
     # This run compiles the small helper programs, which are not counted below.
     bench = Bench(config, target, [draft], prompts, None)
-    bench.run(Program(get_method("speculative", draft_length=1), draft), 0)
-    block = Program(get_method("block", draft_length=1), draft)
+    bench.run(Contender(get_method("speculative", draft_length=1), draft), 0)
+    block = Contender(get_method("block", draft_length=1), draft)
     observed = block._replace(observe=acceptance.observe_optimum)
     programs = {"block": block, "block, observed": observed}
     with count_compilations() as compiled:
@@ -263,7 +263,7 @@ def test_drafts_of_the_same_name_are_measured_separately(toy, tmp_path):
 def test_batch_size_does_not_change_tokens_or_calls(toy):
     config = _config(toy.folder)
     target, (draft,) = load_pair(config.target, config.drafts, config.dtype)
-    program = Program(get_method("otm_block", num_drafts=2, draft_length=2), draft)
+    program = Contender(get_method("otm_block", num_drafts=2, draft_length=2), draft)
     results = []
     for config.batch_size in (4, 7):
         prompts = read_prompts(config, target.tokenizer)

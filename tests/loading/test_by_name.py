@@ -97,7 +97,7 @@ def test_the_published_smollm2_draft_fits_its_target():
         model = frozen.merge()
         tokens = jnp.zeros((1, 1), jnp.int32)
         hidden, _ = model.hidden(tokens, tokens, jnp.ones((1, 1, 1), bool), features_BxNxE=features)
-        return jax.nn.softmax(model.scored(hidden))[0, 0]
+        return jax.nn.softmax(model.logits_of(hidden))[0, 0]
 
     p = np.asarray(pmf(frozen, jnp.zeros((1, 1, 576))))
     np.testing.assert_array_equal(np.flatnonzero(p), draft.model.head.tokens[...])
@@ -183,7 +183,7 @@ def test_a_gpt2_pair_decodes_in_the_benchmark(gpt2_pair):
     )
     prompts = measurement.read_prompts(config, target.tokenizer)
     assert prompts.tokens[0, 0, 0] == 0 and target.tokenizer.eos == 0
-    program = measurement.Program(get_method("speculative", draft_length=1), draft)
+    program = measurement.Contender(get_method("speculative", draft_length=1), draft)
     measured = Bench(config, target, [draft], prompts, None).run(program, seed=0)
     assert 2 <= measured.tokens <= 12 and measured.calls <= measured.tokens <= 2 * measured.calls
 

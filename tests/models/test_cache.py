@@ -22,7 +22,7 @@ def test_integer_rows_of_custom_models_are_written_unchanged():
 
 @pytest.mark.optimized
 @pytest.mark.skipif(
-    not cpu.kernels(), reason="without the CPU kernels, XLA copies the keys and values"
+    not cpu.kernels_in_use(), reason="without the CPU kernels, XLA copies the keys and values"
 )
 def test_a_call_on_one_token_does_not_copy_the_cache():
     """The call needs less temporary memory than one layer's keys."""

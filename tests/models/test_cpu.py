@@ -17,13 +17,13 @@ from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
-pytestmark = pytest.mark.skipif(not cpu.kernels(), reason="the CPU kernels are not in use")
+pytestmark = pytest.mark.skipif(not cpu.kernels_in_use(), reason="the CPU kernels are not in use")
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
 """Inputs and outputs of layers: those of our models, odd sizes with unaligned rows, and inputs that
 the kernels sum in several segments."""
 
 
-@pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels() else 1))
+@pytest.fixture(params=range(cpu.library().spectr_jax_levels() if cpu.kernels_in_use() else 1))
 def level(request):
     """Runs a test with each instruction set that both the kernels and this CPU support."""
     cpu.library().spectr_jax_choose_level(request.param)
@@ -239,7 +239,7 @@ def test_non_finite_activations_give_non_finite_products():
 PROGRAM = """
 import jax, numpy as np
 from spectr_jax.models.layers import cpu
-assert cpu.kernels()
+assert cpu.kernels_in_use()
 rng = np.random.default_rng(0)
 x, kernel = rng.normal(size=(3, 576)).astype(np.float32), rng.integers(-127, 128, (1001, 576)).astype(np.int8)
 scale = np.ones(1001, np.float32)
@@ -286,7 +286,7 @@ def test_kernels_that_cannot_be_loaded_warn_in_one_line(kernel_folder, capsys, f
         content = bytearray(BUILT.read_bytes())
         content[18:20] = (0xFE).to_bytes(2, "little")  # The CPU field of an ELF header.
         file.write_bytes(content)
-    assert cpu.library() is None and not cpu.kernels()
+    assert cpu.library() is None and not cpu.kernels_in_use()
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and cpu.SWITCH in error
 
@@ -307,5 +307,5 @@ def test_kernels_of_another_jaxlib_version_warn_in_one_line(monkeypatch, capsys)
 def test_the_environment_variable_disables_kernels_silently(monkeypatch, capsys):
     cpu.library.cache_clear()
     monkeypatch.setenv(cpu.SWITCH, "0")
-    assert not cpu.kernels() and not capsys.readouterr().err
+    assert not cpu.kernels_in_use() and not capsys.readouterr().err
     cpu.library.cache_clear()

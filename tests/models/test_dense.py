@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.models.layers.cpu import FEW, kernels
+from spectr_jax.models.layers.cpu import FEW, kernels_in_use
 from spectr_jax.models.layers.dense import dense_layer, with_halved_kernels
 
 
@@ -35,7 +35,7 @@ def test_linear_layers_and_their_gradients_equal_float64(rows):
     )
 
 
-@pytest.mark.skipif(not kernels(), reason="the CPU kernels are not in use")
+@pytest.mark.skipif(not kernels_in_use(), reason="the CPU kernels are not in use")
 def test_a_few_tokens_have_the_same_bits_as_each_alone():
     """Ties between logits are then broken as in the baseline, however many tokens a call has."""
     linear = jax.jit(_linear(512, 1024))

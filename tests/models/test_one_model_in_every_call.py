@@ -61,10 +61,10 @@ def _load(name):
 )
 def test_logits_do_not_depend_on_the_width_of_a_call(name, kernels, monkeypatch):
     """Compares one call on all tokens with calls on nine and on one, for one and two sequences."""
-    if kernels and not cpu.kernels():
+    if kernels and not cpu.kernels_in_use():
         pytest.skip("the CPU kernels are not in use")
     if not kernels:
-        monkeypatch.setattr(cpu, "kernels", lambda: False)
+        monkeypatch.setattr(cpu, "kernels_in_use", lambda: False)
         jax.clear_caches()
     model = _load(name)
     frozen, tokens = freeze(model), np.random.default_rng(2).integers(0, model.vocab_size, (2, 36))

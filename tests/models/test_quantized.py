@@ -34,10 +34,10 @@ def _logits(frozen, tokens):
 @pytest.fixture(params=[True, False], ids=["kernels", "xla"])
 def kernels(request, monkeypatch):
     """Runs a test with the CPU kernels and without them."""
-    if request.param and not cpu.kernels():
+    if request.param and not cpu.kernels_in_use():
         pytest.skip("the CPU kernels are not in use")
     if not request.param:
-        monkeypatch.setattr(cpu, "kernels", lambda: False)
+        monkeypatch.setattr(cpu, "kernels_in_use", lambda: False)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()

@@ -11,7 +11,7 @@ from flax import nnx
 from spectr_jax import Policy, check_model, generate, get_method
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear, quantize
-from spectr_jax.models.vocabulary import Kept
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.testing.chi_square import p_value
 from spectr_jax.utils.errors import UserError
@@ -33,7 +33,7 @@ KEPT = np.array([0, 3, 4, 7, 11, 12, 20, 29, 30], np.int32)
 
 def student(seed=0) -> Llama:
     model = Llama(SHAPE, rngs=nnx.Rngs(seed))
-    model.head.tokens = Kept(jnp.asarray(KEPT))
+    model.head.tokens = Constant(jnp.asarray(KEPT))
     return model
 
 

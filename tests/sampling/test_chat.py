@@ -75,7 +75,9 @@ def test_missing_chat_templates_and_overlong_messages_are_refused(session):
     bare = HuggingFaceTokenizer(session.target.tokenizer._tokenizer, 1, 2)
     with pytest.raises(UserError, match=r"--chat .* 'target' has none"):
         chat.check(session._replace(target=session.target._replace(tokenizer=bare)))
-    with pytest.raises(UserError, match=r"the prompt 'why why .* more than the 64 of 'target'"):
+    with pytest.raises(
+        UserError, match=r"the prompt 'why why .* exceed the context 64 of 'target'"
+    ):
         chat.encode_message(session, "why " * 40)
 
 

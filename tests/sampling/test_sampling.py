@@ -228,7 +228,7 @@ def test_the_legend_names_drafts_that_repeat_an_accepted_one(toy_session, decode
 
 def test_prompts_of_a_file_are_all_checked_before_decoding(toy_session):
     given = ["law", "law " * 30]
-    message = r"has \d+ tokens and max_new_tokens is 6, more than the 32 of 'target' together"
+    message = r"of \d+ tokens, max_new_tokens=6: \d+ tokens exceed the context 32 of 'target'"
     with pytest.raises(UserError, match=message):
         session.encode_all(toy_session, given)
 
@@ -237,7 +237,7 @@ def test_an_overlong_prompt_of_stdin_is_reported_and_skipped(toy_session, capsys
     given = iter(["law", "law " * 30, "draft"])
     expected = [(prompt, session.encode(toy_session, prompt)) for prompt in ("law", "draft")]
     assert list(session.encode_all(toy_session, given)) == expected
-    assert re.match(r"^skipped: the prompt 'law .* has \d+ tokens", capsys.readouterr().err)
+    assert re.match(r"^skipped: the prompt 'law .* of \d+ tokens, max", capsys.readouterr().err)
 
 
 def stdin_of(content, errors="strict"):

@@ -59,12 +59,12 @@ from spectr_jax.experiments.config import eval_config
 from spectr_jax.decoding import get_method
 from spectr_jax.loading.by_name import load
 from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.measure.measurement import Program, read_prompts
+from spectr_jax.experiments.measure.measurement import Contender, read_prompts
 config = eval_config()
 config.update({"prompts": prompts, "num_prompts": 13, "batch_size": 8, "max_new_tokens": 9})
 target, draft = load(folder + "/whole"), load(folder + "/draft")
 prompts = read_prompts(config, target.tokenizer)
-program = Program(get_method("otm_block", tree="2,1"), draft)
+program = Contender(get_method("otm_block", tree="2,1"), draft)
 done = Bench(config, target, [draft], prompts, None).run(program, seed=3)
 print(done.tokens, done.calls)
 """

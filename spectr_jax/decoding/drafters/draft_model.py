@@ -76,4 +76,4 @@ class DraftModel(Drafter):
         of_nodes = RECALLED + jnp.asarray(tree.inner_rank)[nodes] - 1
         pending = jnp.where(below_root < 0, index_D[None, :], of_nodes)
         lengths_B = levels.committed_length(verified.after.lengths)
-        return keep(state, pending, lengths_B, settled=1)
+        return keep(state, pending, lengths_B, in_place=1)

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +54,7 @@ class Verifier(abc.ABC):
     """Chooses the tokens that one call emits, so that they follow the target's distribution.
 
     A verifier is a frozen dataclass. Equal verifiers must hash alike, or `generate` recompiles.
-
-    Attributes:
-      statistic: the statistic of drafts that predicts tokens per call (`planning.prediction`):
-        "carriers", "winners" or "children", for a verifier with an attribute `plan`; or None.
     """
-
-    statistic: ClassVar[str | None] = None
 
     @property
     @abc.abstractmethod

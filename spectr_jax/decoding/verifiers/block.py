@@ -52,7 +52,6 @@ class Block(Verifier):
       UserError: the plan names no such winner.
     """
 
-    statistic = "winners"
     rule = "iid"
     plan: Plan
 

@@ -39,11 +39,6 @@ class TokenByToken(Verifier):
     def rule(self) -> str:
         return self.plan.drafts
 
-    @property
-    def statistic(self) -> str | None:  # type: ignore[override]
-        statistics = {"iid": "carriers", "without_replacement": "children", "race": "children"}
-        return statistics.get(self.rule)
-
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
         depth, below = jnp.asarray(scored.tree.depth), base.candidates(scored, self.rule)

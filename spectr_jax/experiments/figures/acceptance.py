@@ -24,12 +24,13 @@ from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.finished import Finished, check_table
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.frozen import Frozen, check_context, freeze
 from spectr_jax.transport.base import draw
 from spectr_jax.utils.config import check_fields, check_positive, config_hash, to_json
-from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils.errors import unknown
 
 NAME = "figures"
+SEVERAL_HOSTS = False
 LARGEST_PROGRAM = 25_000
 """Largest linear program that Figure 5 solves, in flow variables; each takes seconds."""
 
@@ -248,12 +249,7 @@ def _accepted(plan, keys, pmfs, valid, draws: int) -> jax.Array:
 
 def _next_token_pmf(trained: Trained, prompt: str) -> np.ndarray:
     tokens = np.array([trained.tokenizer.prompt(prompt)], np.int32)
-    length = tokens.shape[1]
-    if length > trained.model.context:
-        raise UserError(
-            f"prompt={prompt!r:.60}: has {length} tokens, more than the context "
-            f"{trained.model.context} of {trained.name!r}; shorten it"
-        )
+    check_context(f"prompt={prompt!r:.60}", tokens.shape[1], trained, "shorten it")
     logits = _logits(freeze(trained.model), tokens)
     return np.asarray(jax.nn.softmax(logits[0, -1]), np.float64)
 

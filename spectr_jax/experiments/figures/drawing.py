@@ -3,31 +3,8 @@
 import pathlib
 from collections.abc import Sequence
 
-import numpy as np
-
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Tree, rows_of_paths
 from spectr_jax.utils.files import write_figure
-
-
-def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Returns the row of each node, from top to bottom, so that no edges cross.
-
-    Each leaf has a row of its own; other nodes are centred on their children.
-
-    Args:
-      paths: paths of all nodes in any order, as in `Tree.path`; the root's is empty.
-    """
-    order = {path: place for place, path in enumerate(paths)}
-    children: dict[tuple[int, ...], list[int]] = {}
-    for path in sorted(paths):
-        if path:
-            children.setdefault(path[:-1], []).append(order[path])
-    leaves = [path for path in sorted(paths) if path not in children]
-    rows = np.zeros(len(paths))
-    rows[[order[leaf] for leaf in leaves]] = np.arange(len(leaves))
-    for path in sorted(children, key=len, reverse=True):
-        rows[order[path]] = rows[children[path]].mean()
-    return rows
 
 
 def png(tree: Tree, path: pathlib.Path, accepted: Sequence[float], title: str) -> None:

@@ -173,14 +173,14 @@ def observe_drafts(
             carried = jnp.sum(valid & (drafts == token))
             return jnp.zeros((RATIOS, K + 1)).at[cell, carried].add(1)
 
-        found = {}
+        counts = {}
         for method in methods:
             verifier: Any = method.verifier  # It has a statistic, and so a plan.
             count = winners if (kind or statistic(method)) == WINNERS else carriers
             # One k at a time, because some plans need much memory.
             of_plan = functools.partial(count, verifier.plan)
-            found[method.name] = jax.lax.map(of_plan, jnp.arange(K + 1))
-        return found
+            counts[method.name] = jax.lax.map(of_plan, jnp.arange(K + 1))
+        return counts
 
     return observe
 

@@ -14,7 +14,7 @@ import tqdm
 
 from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Measurement, Program, Prompts, policies_of
+from spectr_jax.experiments.measure.measurement import Contender, Measurement, Prompts, policies_of
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.utils import hosts, sharding
@@ -35,27 +35,27 @@ class Bench(NamedTuple):
     # `measure_all` show their own.
     bar: tqdm.tqdm | None = None
 
-    def compile(self, programs: Mapping[str, Program]) -> None:
-        """Compiles programs ahead of `run`; the keys are their labels on the progress bar."""
-        bar = self.bar or progress(len(programs), "program", leave=False)
+    def compile(self, contenders: Mapping[str, Contender]) -> None:
+        """Compiles the contenders' programs ahead of `run`; the keys name them on the bar."""
+        bar = self.bar or progress(len(contenders), "program", leave=False)
 
-        def one(label: str, program: Program) -> None:
+        def one(label: str, contender: Contender) -> None:
             bar.set_description(f"compiling {label}")
-            self._on_batch(lower, program, seed=0)(0).compile()  # JAX caches it.
+            self._on_batch(lower, contender, seed=0)(0).compile()  # JAX caches it.
             bar.update()
 
-        list(side_by_side([functools.partial(one, *entry) for entry in programs.items()]))
+        list(compiled_in_parallel([functools.partial(one, *entry) for entry in contenders.items()]))
         if bar is not self.bar:
             bar.close()
 
-    def run(self, program: Program, seed: int, batches: int | None = None) -> Measurement:
+    def run(self, contender: Contender, seed: int, batches: int | None = None) -> Measurement:
         """Decodes all prompts, or the first `batches` batches, on all devices. Returns the totals.
 
         The key of a prompt depends only on `seed` and its index, not on the batch size.
         """
         tokens = calls = 0
         observed: dict[str, np.ndarray] = {}
-        decode = self._on_batch(generate, program, seed)
+        decode = self._on_batch(generate, contender, seed)
         started = time.monotonic()
         for batch, lengths in enumerate(self.prompts.lengths[:batches]):
             generation: Generation = hosts.fetch(decode(batch))
@@ -69,22 +69,22 @@ class Bench(NamedTuple):
                 self.bar.update()
         return Measurement(tokens, calls, time.monotonic() - started, observed)
 
-    def _on_batch(self, function: Callable, program: Program, seed: int) -> Callable[[int], Any]:
-        """Returns `generate` or `lower` of a program on all devices, as a function of a batch
+    def _on_batch(self, function: Any, contender: Contender, seed: int) -> Callable[[int], Any]:
+        """Returns `generate` or `lower` of a contender on all devices, as a function of a batch
         index."""
         config, prompts = self.config, self.prompts
         mesh = sharding.make_mesh() if jax.device_count() > 1 else None
-        models = freeze(self.target.model), freeze(program.draft.model) if program.draft else None
+        models = freeze(self.target), freeze(contender.draft) if contender.draft else None
         if mesh is not None:
             models = sharding.replicate(mesh, models)
         policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
-        options = {"draft_policy": draft_policy, "observe": program.observe, "mesh": mesh}
+        options = {"draft_policy": draft_policy, "observe": contender.observe, "mesh": mesh}
 
         def on_batch(batch: int):
             fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
             keys = fold(jax.random.key(seed), self._indices(batch))
             arguments = prompts.tokens[batch], prompts.lengths[batch], config.max_new_tokens, policy
-            return function(keys, program.method, *models, *arguments, **options)
+            return function(keys, contender.method, *models, *arguments, **options)
 
         return on_batch
 
@@ -94,39 +94,39 @@ class Bench(NamedTuple):
         return np.arange(batch * rows, (batch + 1) * rows)
 
     def measured(
-        self, name: str, program: Program, seed: int, batches: int | None = None
+        self, name: str, contender: Contender, seed: int, batches: int | None = None
     ) -> Measurement:
-        """Returns the journal's entry `name`; if there is none, runs the program and stores it."""
+        """Returns the journal's entry `name`; if there is none, runs the contender."""
         if self.bar is not None:
             self.bar.set_description(name)
             if name in self.journal:
                 self.bar.update(len(self.prompts.tokens))
-        return self.journal.measurement(name, functools.partial(self.run, program, seed, batches))
+        return self.journal.measurement(name, functools.partial(self.run, contender, seed, batches))
 
     def measure_all(
-        self, programs: Mapping[str, Program], seeds: Sequence[int], warm_up: bool = False
+        self, contenders: Mapping[str, Contender], seeds: Sequence[int], warm_up: bool = False
     ) -> dict[str, list[Measurement]]:
-        """Returns the measurements of each program, one per seed.
+        """Returns the measurements of each contender, one per seed.
 
-        The programs take turns on each seed. Those that the journal lacks are compiled first.
+        The contenders take turns on each seed. Those that the journal lacks are compiled first.
 
         Args:
-          programs: the programs by label, which names them on the bar and in the journal.
+          contenders: the contenders by label, which names them on the bar and in the journal.
           seeds: the seeds to measure.
-          warm_up: whether to run one batch of each program before the timed runs.
+          warm_up: whether to run one batch of each contender before the timed runs.
         """
-        turns = [(f"{label}, seed {seed}", label, seed) for seed in seeds for label in programs]
-        missing = {label: programs[label] for name, label, _ in turns if name not in self.journal}
+        turns = [(f"{label}, seed {seed}", label, seed) for seed in seeds for label in contenders]
+        missing = {label: contenders[label] for name, label, _ in turns if name not in self.journal}
         self.compile(missing)
-        for program in missing.values() if warm_up else ():
-            self.run(program, seeds[0], batches=1)
-        if self.bar is not None:  # For programs that an earlier start measured.
-            self.bar.update((1 + warm_up) * (len(programs) - len(missing)))
-        found: dict[str, list[Measurement]] = {label: [] for label in programs}
+        for contender in missing.values() if warm_up else ():
+            self.run(contender, seeds[0], batches=1)
+        if self.bar is not None:  # For contenders that an earlier start measured.
+            self.bar.update((1 + warm_up) * (len(contenders) - len(missing)))
+        runs: dict[str, list[Measurement]] = {label: [] for label in contenders}
         bar = tqdm.tqdm(turns, unit="run", dynamic_ncols=True, disable=self.bar is not None)
         for name, label, seed in bar:
-            found[label].append(self.measured(name, programs[label], seed))
-        return found
+            runs[label].append(self.measured(name, contenders[label], seed))
+        return runs
 
 
 def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
@@ -136,7 +136,7 @@ def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
     )
 
 
-def side_by_side(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+def compiled_in_parallel(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
     """Yields the results of tasks that compile programs, in order. The number of cores limits how
     many run at once.
 

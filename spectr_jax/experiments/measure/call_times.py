@@ -21,7 +21,7 @@ from spectr_jax.decoding.drafters import Sequences, Setup
 from spectr_jax.decoding.policy import for_rows
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers.base import for_each_sequence
-from spectr_jax.experiments.measure.bench import side_by_side
+from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
@@ -54,12 +54,12 @@ def timed(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) 
     names = {task: f"{label} {task}" for task in tasks}
     missing = [make for task, make in tasks.items() if names[task] not in journal]
     bar = functools.partial(tqdm.tqdm, total=len(missing), dynamic_ncols=True)
-    made = iter(bar(list(bar(side_by_side(missing), f"{label}, compiling")), label))
+    made = iter(bar(list(bar(compiled_in_parallel(missing), f"{label}, compiling")), label))
 
     def seconds() -> Any:
         return jax.tree.map(lambda timer: timer(), next(made))
 
-    return {task: journal.value(name, seconds) for task, name in names.items()}
+    return {task: journal.get_or_measure(name, seconds) for task, name in names.items()}
 
 
 def call_timer(model: Model, batch: int, count: int, context: int) -> Timer:

@@ -45,8 +45,8 @@ def check_table(
         text = hosts.gather(read_text(path) if path.exists() else None)[0]
         if text is None:
             return
-        made = parse_json(text)
-        theirs = made["config_hash"]
+        table = parse_json(text)
+        theirs = table["config_hash"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(path)!r}: is not a table of this version of spectr_jax; choose a new --workdir"
@@ -54,29 +54,29 @@ def check_table(
     if theirs != config_hash(config):
         raise UserError(
             f"workdir={str(workdir)!r}: holds the table of another config "
-            f"({_difference(made, to_json(config))}); choose a new --workdir"
+            f"({_difference(table, to_json(config))}); choose a new --workdir"
         )
     if weights is None or again:
         return
-    if made.get("weights") != list(weights):
+    if table.get("weights") != list(weights):
         raise UserError(
-            f"{str(path)!r}: is a table of other weights ({made.get('weights')}, this run: "
+            f"{str(path)!r}: is a table of other weights ({table.get('weights')}, this run: "
             f"{list(weights)}); choose a new --workdir, or replace it with --again"
         )
-    if made.get("inputs", inputs) != inputs:
+    if table.get("inputs", inputs) != inputs:
         raise UserError(
             f"{str(path)!r}: is a table of other prompts, questions or sentences than those that "
             "the config names now; choose a new --workdir, or replace it with --again"
         )
     raise Finished(
-        f"{path} is finished: commit {made.get('commit', 'unknown'):.12}, "
-        f"{made.get('hardware', 'unknown hardware')}; --again measures it again"
+        f"{path} is finished: commit {table.get('commit', 'unknown'):.12}, "
+        f"{table.get('hardware', 'unknown hardware')}; --again measures it again"
     )
 
 
-def _difference(made: dict[str, Any], ours: dict[str, Any]) -> str:
+def _difference(table: dict[str, Any], ours: dict[str, Any]) -> str:
     """Returns the first field that differs between the config of a table and this run's."""
-    theirs = flatten_dict(made.get("config") or made.get("settings") or {}, sep=".")
+    theirs = flatten_dict(table.get("config") or table.get("settings") or {}, sep=".")
     for name, value in flatten_dict(ours, sep=".").items():
         if name not in theirs or theirs[name] != value:
             return f"its {name} is {theirs.get(name)!r:.60}, not {value!r:.60}"

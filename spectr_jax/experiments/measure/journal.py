@@ -53,11 +53,11 @@ class Journal:
         self._path = workdir / f"{name}.part.jsonl"
         self._weights, self._values = list(weights), dict[str, Any]()
         self._inputs = {"inputs": inputs} if inputs else {}
-        made = report.provenance()
-        self._commit, self._commits = made["commit"], list[str]()
+        provenance = report.provenance()
+        self._commit, self._commits = provenance["commit"], list[str]()
         self._started = time.monotonic()
         head = {"config_hash": config_hash(config), "weights": self._weights}
-        head |= {"hardware": made["hardware"], **self._inputs}
+        head |= {"hardware": provenance["hardware"], **self._inputs}
         self._lock = self._locked() if hosts.is_first() else None
         lines = [] if self._is_of_the_finished_table() else self._read()
         if lines and lines[0] != head:
@@ -96,26 +96,26 @@ class Journal:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def value(self, name: str, take: Callable[[], Any]) -> Any:
-        """Returns the JSON value stored under `name`; if there is none, stores that of `take`."""
+    def get_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Returns the JSON value stored as `name`; if there is none, stores that of `measure`."""
         if name not in self._values:
             started = time.monotonic()
-            value = self._values[name] = take()
+            value = self._values[name] = measure()
             seconds = round(time.monotonic() - started, 3)
             self._write({"name": name, "value": value, "seconds": seconds})
         return self._values[name]
 
-    def measurement(self, name: str, take: Callable[[], Measurement]) -> Measurement:
-        """Returns the measurement stored under `name`; if there is none, takes and stores it."""
+    def measurement(self, name: str, measure: Callable[[], Measurement]) -> Measurement:
+        """Returns the measurement stored as `name`; if there is none, stores that of `measure`."""
 
         def as_json() -> dict[str, Any]:
-            taken = take()
-            lists = {key: np.asarray(array).tolist() for key, array in taken.observed.items()}
-            return taken._replace(observed=lists)._asdict()
+            totals = measure()
+            lists = {key: np.asarray(array).tolist() for key, array in totals.observed.items()}
+            return totals._replace(observed=lists)._asdict()
 
-        found = Measurement(**self.value(name, as_json))
-        arrays = {key: np.asarray(values) for key, values in found.observed.items()}
-        return found._replace(observed=arrays)
+        totals = Measurement(**self.get_or_measure(name, as_json))
+        arrays = {key: np.asarray(values) for key, values in totals.observed.items()}
+        return totals._replace(observed=arrays)
 
     def finish(
         self,

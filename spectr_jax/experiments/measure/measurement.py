@@ -16,6 +16,7 @@ from spectr_jax.decoding.policy import check_policy
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.frozen import check_context
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest
@@ -33,7 +34,7 @@ class Prompts(NamedTuple):
         return digest(self.tokens.tobytes() + self.lengths.tobytes())[:16]
 
 
-class Program(NamedTuple):
+class Contender(NamedTuple):
     """A method with its draft model, and an `observe` for `generate`."""
 
     method: Method
@@ -76,9 +77,9 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
     check_dtype(config.dtype)
     check_batch_size(config)
-    policy, own = policies_of(config, -1)
+    policy, draft_policy = policies_of(config, -1)
     check_policy(policy)
-    check_policy(own, owner="draft_")
+    check_policy(draft_policy, owner="draft_")
 
 
 def check_batch_size(config: ml_collections.ConfigDict) -> None:
@@ -104,8 +105,9 @@ def policies_of(
 ) -> tuple[Policy, Policy]:
     """Returns the sampling policies of target and drafts; `eos` ends a sequence."""
     policy = Policy(config.temperature, config.top_k, config.top_p, eos)
-    own = config.draft_temperature
-    return policy, policy if own is None else dataclasses.replace(policy, temperature=own)
+    if config.draft_temperature is None:
+        return policy, policy
+    return policy, dataclasses.replace(policy, temperature=config.draft_temperature)
 
 
 def read_prompts(config: ml_collections.ConfigDict, tokenizer: AnyTokenizer) -> Prompts:
@@ -146,10 +148,7 @@ def open_table(
     target, loaded = load_pair(config.target, drafts, config.dtype)
     prompts = read_prompts(config, target.tokenizer)
     for trained in (target, *loaded):
-        if prompts.tokens.shape[-1] + config.max_new_tokens > trained.model.context:
-            raise UserError(
-                f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}: "
-                f"with BOS they exceed the context {trained.model.context} of {trained.name!r}; "
-                "lower one of them"
-            )
+        asked = f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}, BOS"
+        tokens = prompts.tokens.shape[-1] + config.max_new_tokens
+        check_context(asked, tokens, trained, "lower one of them")
     return target, loaded, prompts

@@ -20,10 +20,10 @@ from spectr_jax.utils.files import write_json, write_whole
 
 def weights(*models: Trained) -> list[str]:
     """Returns the name of each model and the digest of its weights (`frozen.digest`)."""
-    return [f"{each.name} {frozen.digest(each)}" for each in models]
+    return [f"{model.name} {frozen.digest(model)}" for model in models]
 
 
-def made_by(result: dict[str, Any]) -> str:
+def provenance_line(result: dict[str, Any]) -> str:
     """Returns the last sentence of a table's notes, from the fields of `provenance` and, if it has
     them, of `Journal.about`."""
     config = f"config {result['config_hash']}, " if "config_hash" in result else ""
@@ -45,8 +45,8 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 def temperatures(config: dict[str, Any]) -> str:
     """Returns a description of the temperatures of a config's target and drafts."""
-    own = config.get("draft_temperature")
-    drafts = "" if own is None else f" (drafts: {own})"
+    of_drafts = config.get("draft_temperature")
+    drafts = "" if of_drafts is None else f" (drafts: {of_drafts})"
     return f"temperature {config['temperature']}{drafts}"
 
 

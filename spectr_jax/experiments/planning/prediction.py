@@ -19,6 +19,7 @@ import numpy as np
 
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.verifiers import Block, TokenByToken
 from spectr_jax.experiments.planning import tree_search
 
 STEP = 0.125
@@ -40,7 +41,13 @@ def statistic(method: Method) -> str | None:
     `CHILDREN`, the acceptance by child index. It is None without a draft model, and for verifiers
     that none of these predicts; `measure.replay` compares the latter.
     """
-    return method.verifier.statistic if method.needs_draft else None
+    verifier = method.verifier
+    if not method.needs_draft:
+        return None
+    if isinstance(verifier, Block):
+        return WINNERS
+    by_rule = {"iid": CARRIERS, "without_replacement": CHILDREN, "race": CHILDREN}
+    return by_rule.get(verifier.rule) if isinstance(verifier, TokenByToken) else None
 
 
 def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:

@@ -23,7 +23,7 @@ def attention(
     Each key and value head serves H / K query heads, in order. Every new token must see at least one slot.
     """
     few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
-    if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.multiplied(q_BxNxHxD, k_BxTxKxD):
+    if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.kernels_multiply(q_BxNxHxD, k_BxTxKxD):
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if cpu.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)

@@ -28,7 +28,7 @@ class Linear(nnx.Linear):
 @jax.custom_vjp
 def _dense(x, kernel):
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= cpu.FEW and cpu.multiplied(rows, kernel):
+    if len(rows) <= cpu.FEW and cpu.kernels_multiply(rows, kernel):
         product = cpu.float_columns(rows.astype(jnp.float32), kernel)
     else:
         product = _matmul(rows, kernel.astype(x.dtype))
@@ -79,6 +79,6 @@ class Embed(nnx.Embed):
         """Returns logits [..., V] float32 of `query` [..., E]."""
         rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
         table = self.embedding[...].astype(self.dtype)
-        if len(rows) > cpu.FEW or not cpu.multiplied(rows, table):
+        if len(rows) > cpu.FEW or not cpu.kernels_multiply(rows, table):
             return super().attend(query, out_sharding).astype(jnp.float32)
         return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*query.shape[:-1], -1)

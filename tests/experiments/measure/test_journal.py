@@ -40,15 +40,15 @@ def test_a_table_names_the_commits_that_measured_it(tmp_path, check_out):
     first, second = "a" * 40, "b" * 40 + "-dirty"
     check_out(first)
     running = opened()
-    assert running.value("row", lambda: [1.5]) == [1.5]
+    assert running.get_or_measure("row", lambda: [1.5]) == [1.5]
     check_out(second)  # A commit made while the table runs is not recorded.
     assert (running.about()["commit"], running.about()["commits"]) == (first, [first])
-    assert f"commit {'a' * 12}, jax" in report.made_by(running.about())
+    assert f"commit {'a' * 12}, jax" in report.provenance_line(running.about())
     about = opened().about()
-    assert opened().value("row", _never) == [1.5]
+    assert opened().get_or_measure("row", _never) == [1.5]
     assert (about["commit"], about["commits"]) == (second, [first, second])
     assert about["weights"] == ["draft 0123"]
-    assert f"commits {'a' * 12}, {'b' * 12}-dirty, jax" in report.made_by(about)
+    assert f"commits {'a' * 12}, {'b' * 12}-dirty, jax" in report.provenance_line(about)
     check_out(first)
     assert opened().about()["commits"] == [first, second]
 
@@ -57,7 +57,7 @@ def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
     opened = functools.partial(Journal, tmp_path, "table", eval_config())
     table, journal = tmp_path / "table.json", tmp_path / "table.part.jsonl"
     first = opened(["draft 0123"])
-    first.value("row", lambda: 1)
+    first.get_or_measure("row", lambda: 1)
     left = journal.read_text()
     first.finish({"row": 1}, lambda result: "")
     written = table.read_text()
@@ -68,9 +68,9 @@ def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
     with pytest.raises(UserError, match="other weights"):
         opened(["draft 4567"])
     assert journal.read_text() == left
-    assert opened(["draft 4567"], again=True).value("row", lambda: 2) == 2
+    assert opened(["draft 4567"], again=True).get_or_measure("row", lambda: 2) == 2
     second = opened(["draft 4567"], again=True)
-    assert second.value("row", _never) == 2 and table.read_text() == written
+    assert second.get_or_measure("row", _never) == 2 and table.read_text() == written
     second.finish({"row": 2}, lambda result: "")
     assert json.loads(table.read_text())["row"] == 2 and not journal.exists()
     changed = eval_config()
@@ -82,8 +82,8 @@ def test_a_finished_table_is_measured_again_only_on_demand(tmp_path):
 def test_inputs_are_known_by_their_digest(tmp_path):
     opened = functools.partial(Journal, tmp_path, "table", eval_config(), ["draft 0123"])
     first = opened(inputs="0123")
-    first.value("row", lambda: 1)
-    assert opened(inputs="0123").value("row", _never) == 1
+    first.get_or_measure("row", lambda: 1)
+    assert opened(inputs="0123").get_or_measure("row", _never) == 1
     with pytest.raises(UserError, match="other inputs"):
         opened(inputs="4567")
     assert first.finish({"row": 1}, lambda result: "")["inputs"] == "0123"
@@ -100,8 +100,8 @@ def test_inputs_are_known_by_their_digest(tmp_path):
 def test_an_incomplete_first_line_is_overwritten(tmp_path):
     opened = functools.partial(Journal, tmp_path, "table", eval_config(), [])
     (tmp_path / "table.part.jsonl").write_text('{"config_ha')
-    opened().value("row", lambda: 1)
-    assert opened().value("row", _never) == 1
+    opened().get_or_measure("row", lambda: 1)
+    assert opened().get_or_measure("row", _never) == 1
 
 
 def test_a_journal_of_other_weights_is_refused(tmp_path):
@@ -123,12 +123,12 @@ def test_a_table_without_its_plot_is_not_finished(tmp_path):
 
     arguments = tmp_path, "table", eval_config(), []
     journal = Journal(*arguments)
-    assert journal.value("row", lambda: 7) == 7
+    assert journal.get_or_measure("row", lambda: 7) == 7
     with pytest.raises(OSError, match="no space left"):
         journal.finish({}, lambda result: "page", fails)
     assert not (tmp_path / "table.json").exists()
     resumed = Journal(*arguments)
-    assert resumed.value("row", lambda: 8) == 7
+    assert resumed.get_or_measure("row", lambda: 8) == 7
     resumed.finish({}, lambda result: "page", lambda result, path: path.write_text("plot"))
     with pytest.raises(Finished):
         Journal(*arguments)

@@ -47,7 +47,7 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def kernels() -> bool:
+def kernels_in_use() -> bool:
     """Returns whether the kernels are in use: they were built, and JAX computes on one CPU device.
 
     With several devices, XLA would gather sharded arguments before each call of a kernel.
@@ -55,9 +55,9 @@ def kernels() -> bool:
     return on_cpu() and jax.device_count() == 1 and library() is not None
 
 
-def multiplied(*factors: jax.Array) -> bool:
+def kernels_multiply(*factors: jax.Array) -> bool:
     """Returns whether the kernels multiply factors of these dtypes."""
-    return all(factor.dtype in FLOATS for factor in factors) and kernels()
+    return all(factor.dtype in FLOATS for factor in factors) and kernels_in_use()
 
 
 def built() -> pathlib.Path:
@@ -123,7 +123,7 @@ def _call(
     return kernel(*arguments, **attributes)
 
 
-def _as(plain: Function) -> Callable[[Function], Function]:
+def _differentiable_as(plain: Function) -> Callable[[Function], Function]:
     """Returns a decorator that gives a kernel the shape errors and gradients of `plain` in JAX."""
 
     def decorate(kernel: Function) -> Function:
@@ -138,7 +138,7 @@ def _as(plain: Function) -> Callable[[Function], Function]:
     return decorate
 
 
-@_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
+@_differentiable_as(lambda x, kernel, scale: jnp.matmul(x, kernel.T.astype(x.dtype)) * scale)
 def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns the product [R, outputs] of `x` [R, inputs] and int8 weights, in float32.
 
@@ -148,13 +148,13 @@ def int8_rows(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     return _call("int8_rows", (len(x), len(kernel)), x, kernel, scale)
 
 
-@_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
+@_differentiable_as(lambda x, kernel: jnp.matmul(x, kernel.T.astype(x.dtype)))
 def float_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Returns float32 [R, outputs] of `x` [R, inputs] and a float kernel [outputs, inputs]."""
     return _call("float_rows", (len(x), len(kernel)), x, kernel)
 
 
-@_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
+@_differentiable_as(lambda x, kernel: jnp.matmul(x, kernel.astype(x.dtype)))
 def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Returns float32 [R, outputs] of `x` [R, inputs] and a float kernel [inputs, outputs]."""
     return _call("float_columns", (len(x), kernel.shape[1]), x, kernel)
@@ -163,7 +163,7 @@ def float_columns(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def attention(plain: Function) -> Function:
     """Returns the kernel of attention for a few new tokens, with the gradients of `plain`."""
 
-    @_as(plain)
+    @_differentiable_as(plain)
     def attend(q_BxNxHxD: Any, k_BxTxKxD: Any, v_BxTxKxD: Any, mask_BxNxT: Any) -> jax.Array:
         mask_BxNxT = jnp.broadcast_to(mask_BxNxT, (*q_BxNxHxD.shape[:2], k_BxTxKxD.shape[1]))
         queries = q_BxNxHxD.astype(jnp.float32)
@@ -176,7 +176,7 @@ def attention(plain: Function) -> Function:
 def norm(plain: Function, *, centered: bool, epsilon: float) -> Function:
     """Returns the kernel of a norm (x [..., E], scale [E], bias [E]), with `plain`'s gradients."""
 
-    @_as(plain)
+    @_differentiable_as(plain)
     def normalized(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         options = {"epsilon": np.float32(epsilon), "centered": centered}
