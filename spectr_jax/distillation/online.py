@@ -34,7 +34,7 @@ COUNTED_ROWS = 2_048
 Source = Sentences | LabelledRows
 
 
-class Lessons:
+class OnlineRows:
     """Packed text from several sources and the teacher that labels it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Lessons:
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
         names = self._names = [name.strip() for name in config.data.train.split(",")]
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
-        self._counts = _rows_of_each(config, len(names))
+        self._rows_of_each = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
         if counts and len(counts) != len(names):
             raise labels.other_sources(len(names), len(counts))
@@ -75,7 +75,7 @@ class Lessons:
     def streams(self, streams: int) -> int:
         """Returns the largest number of streams, at most `streams`, that divides the rows of each
         source in a batch."""
-        return math.gcd(streams, *self._counts)
+        return math.gcd(streams, *self._rows_of_each)
 
     def batches(
         self, seed: int, streams: int, process: int = 0, processes: int = 1
@@ -106,8 +106,11 @@ class Lessons:
                 batches.shuffled(source, seed, i, streams).map(self._encoded), self._row_type
             ).batch(count)
 
-        made = [stream_of(*each) for each in zip(self._sources, self._counts, strict=True)]
-        return batches.mixed_batches(made, labels.batch_of, streams, process, processes)
+        sources = [
+            stream_of(source, rows)
+            for source, rows in zip(self._sources, self._rows_of_each, strict=True)
+        ]
+        return batches.mixed_batches(sources, labels.batch_of, streams, process, processes)
 
     def heldout(self) -> dict[str, PackedRows]:
         """Returns the first rows of each held-out source, by name."""

@@ -216,10 +216,10 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     compiles once."""
     model = freeze(teacher)
 
-    # Not `jax.jit(taught)`, whose programs all labellers would share, whatever `labels.TOP` is.
+    # Not `jax.jit(with_labels)`, whose programs all labellers would share, whatever `labels.TOP` is.
     @functools.partial(jax.jit, static_argnums=2)
     def label(model, batch, layers):
-        return taught(model, batch, layers)
+        return with_labels(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -240,7 +240,7 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     return fill
 
 
-def taught(
+def with_labels(
     model: Frozen,
     batch: dict[str, jax.Array],
     layers: tuple[int, ...] | None,
@@ -256,14 +256,15 @@ def taught(
       tokens: the tokens to label, int32 [W]; `log_probabilities` is then [B, N, W]. None labels
         the `TOP` likeliest tokens of each place, and adds `top` (see `labels.batch_of`).
     """
-    merged, place = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
+    merged, call = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
     label = functools.partial(_labels_of, tokens=tokens)
     if not model.features_shown:
-        return {**batch, **label(merged.extend(*place)[0])}
-    seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
+        return {**batch, **label(merged.extend(*call)[0])}
+    hidden, _ = merged.hidden(*call, **({"also": layers} if layers else {}))
     # Row by row: a CPU takes longer to allocate the logits of a whole batch than to compute them.
-    found = jax.lax.map(lambda row: label(merged.scored(row)), seen[..., : model.features_shown])
-    return {**batch, **found, **({} if layers is None else {"features": seen})}
+    last = hidden[..., : model.features_shown]
+    labelled = {**batch, **jax.lax.map(lambda row: label(merged.scored(row)), last)}
+    return labelled if layers is None else {**labelled, "features": hidden}
 
 
 def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Array]:

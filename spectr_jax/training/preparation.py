@@ -15,15 +15,17 @@ from flax.traverse_util import flatten_dict
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
+from spectr_jax.models.formats.runs import CONFIG, TOKENIZER
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
-from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
-from spectr_jax.training.runs import CONFIG, INPUTS, TOKENIZER
+from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest, exclusive, expanded, read_json, write_json, write_whole
 
+INPUTS = "inputs.json"
+"""File with digests of the data that a run reads."""
 # Fields that may change between two starts of a run. Any other change makes it another run. Paths of
 # data may change too, because the digests in INPUTS decide; older runs have none.
 FREE_FIELDS = (
@@ -70,8 +72,9 @@ def check_shared(config: ml_collections.ConfigDict) -> None:
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r}: must be 'float32' or 'bfloat16'")
-    if optimizer.name not in OPTIMIZERS:
-        raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
+    for name, known in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+        if optimizer[name] not in known:
+            raise unknown(f"optimizer.{name}", optimizer[name], known)
     if config.seed < 0:
         raise UserError(f"seed={config.seed}: must be at least 0")
     for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
@@ -80,7 +83,6 @@ def check_shared(config: ml_collections.ConfigDict) -> None:
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise UserError(f"optimizer.{name}={optimizer[name]}: must be in [0, 1)")
-    learning_rate(optimizer, config.steps)  # Raises for an unknown schedule.
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
@@ -104,7 +106,7 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
     return streams
 
 
-def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
+def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
     """Returns the parameters that `config.init` names, in float32, or None if it names none.
 
     Raises:
@@ -113,11 +115,12 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     if not config.init:
         return None
     model, tokenizer_digest = load_weights(expanded(config.init))
-    given = dataclasses.asdict(model.config)
+    stored = dataclasses.asdict(model.config)
     for name, wanted in sorted(config.model.items()):
-        if name not in ("dtype", "dropout") and wanted != given[name]:
+        if name not in ("dtype", "dropout") and wanted != stored[name]:
             raise UserError(
-                f"model.{name}={wanted}: init={config.init!r} has {given[name]}; change one of them"
+                f"model.{name}={wanted}: init={config.init!r} has {stored[name]}; change one of "
+                "them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(

@@ -8,10 +8,11 @@ from spectr_jax.distillation.labels import open_labels
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.folder import Folder
 from spectr_jax.models.formats.gguf import GGUF
 from spectr_jax.models.weights import load_weights
-from spectr_jax.training import preparation, runs
+from spectr_jax.training import preparation
 from spectr_jax.training.config import train_config
 from spectr_jax.utils.errors import UserError
 
