@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax.data import batches
-from spectr_jax.data.packed import PackedRows
 from spectr_jax.distillation import losses
 from spectr_jax.distillation.config import distil_config
 from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
@@ -32,7 +31,7 @@ from spectr_jax.training.loop import explained, run
 from spectr_jax.training.metrics import Curves
 from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts, sharding
-from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest
 
@@ -61,9 +60,10 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
             f"{streams} streams; label more, or lower data.streams"
         )
-    read = {**_digests(rows), "data.heldout": _heldout_digests(heldout, config.data.heldout_rows)}
+    learnt = rows.digests() if isinstance(rows, OnlineRows) else {"data.train": rows.digest()}
+    scored = [digest(labelled.tobytes())[:16] for labelled in heldout.values()]
     with explained(workdir), preparation.locked(workdir):
-        preparation.check_inputs(config, workdir, read)
+        preparation.check_inputs(config, workdir, {**learnt, "data.heldout": scored})
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
         teacher = rows.model if isinstance(rows, OnlineRows) else None
@@ -75,7 +75,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             programs,
             iter(_batches(config, rows, streams)),
             initial=functools.partial(_initial_params, config, shape, tokens, rows),
-            evaluate=lambda params: _scores(config, mesh, heldout, programs.evaluate, params),
+            score=lambda params: _scores(config, mesh, heldout, programs.evaluate, params),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
         )
@@ -92,13 +92,9 @@ def _batches(
 
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid config."""
-    check_fields(config, distil_config())
+    preparation.check_shared(config, distil_config())
     check_positive(
-        config,
-        *("steps", "batch_size", "accumulate", "depth", "mesh.fsdp"),
-        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-        *("data.streams", "data.heldout_rows", "data.length", "data.shares"),
-        *("model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"),
+        config, "depth", "data.heldout_rows", "data.length", "data.shares", "model.kv_heads"
     )
     if config.data.length < 2:
         raise UserError(
@@ -118,7 +114,6 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
             "of lower layers; set online=True"
         )
     check_dtype(config.teacher_dtype)
-    preparation.check_shared(config)
 
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
@@ -174,16 +169,18 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
 
 def _heldout(
     config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows
-) -> Mapping[str, PackedRows]:
-    """Returns the held-out labels by the last part of their folders' names, after checking that
-    they suit `rows` and the student."""
+) -> dict[str, np.ndarray]:
+    """Returns the first `data.heldout_rows` rows of each held-out set, by the last part of its path,
+    after checking that they suit `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
-    heldout: Mapping[str, PackedRows]
     if isinstance(rows, OnlineRows):
         heldout = rows.heldout()
     else:
         opened = {name: open_labels(name) for name in config.data.heldout}
-        heldout = {pathlib.Path(name).name: labelled for name, labelled in opened.items()}
+        heldout = {
+            pathlib.Path(name).name: labelled.first(config.data.heldout_rows)
+            for name, labelled in opened.items()
+        }
     if len(heldout) < len(config.data.heldout):
         raise UserError(
             f"data.heldout={tuple(config.data.heldout)}: has two folders of one name; rename one"
@@ -206,20 +203,10 @@ def _heldout(
     return heldout
 
 
-def _digests(rows: LabelledRows | OnlineRows) -> dict[str, Any]:
-    return rows.digests() if isinstance(rows, OnlineRows) else {"data.train": rows.digest()}
-
-
-def _heldout_digests(heldout: Mapping[str, PackedRows], count: int) -> list[str]:
-    """Returns digests of the first `count` rows of each set, which are scored."""
-    scored = (rows.take(np.arange(min(count, len(rows)))) for rows in heldout.values())
-    return [digest(rows.tobytes())[:16] for rows in scored]
-
-
 def _scores(
     config: ml_collections.ConfigDict,
     mesh: Mesh,
-    heldout: Mapping[str, PackedRows],
+    heldout: dict[str, np.ndarray],
     evaluate: Callable,
     params: Any,
 ) -> dict[str, float]:
@@ -229,12 +216,11 @@ def _scores(
     size = config.batch_size // config.accumulate
     for name, rows in heldout.items():
         sums: dict[str, Any] = {}
-        count = min(len(rows), config.data.heldout_rows)
-        for first in range(0, count, size):
-            taken = rows.take(np.arange(first, min(first + size, count)))
-            padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
-            mine = sharding.put_rows(mesh, batch_of(padded[hosts.own_share(size)]))
-            for key, value in evaluate(params, mine).items():
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            padded = np.concatenate([part, np.zeros(size - len(part), part.dtype)])
+            batch = sharding.put_rows(mesh, batch_of(padded[hosts.own_share(size)]))
+            for key, value in evaluate(params, batch).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
         tokens = sums.pop("tokens")
         means = {key: value / np.maximum(tokens, 1) for key, value in sums.items()}

@@ -57,17 +57,16 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
-    heldout_sentences = open_sentences(config.data.heldout, tfds_dir)
-    first = min(config.data.heldout_sentences, len(heldout_sentences))
-    scored = [heldout_sentences[index] for index in range(first)]
-    read = {"data.train": digest_of(corpus), "data.heldout": content_digest(scored)}
+    sentences = open_sentences(config.data.heldout, tfds_dir)
+    count = min(config.data.heldout_sentences, len(sentences))
+    scored = [sentences[index] for index in range(count)]
+    digests = {"data.train": digest_of(corpus), "data.heldout": content_digest(scored)}
     with explained(workdir), preparation.locked(workdir):
-        preparation.check_inputs(config, workdir, read)
+        preparation.check_inputs(config, workdir, digests)
         tokenizer = preparation.open_tokenizer(config, workdir, corpus)
         heldout = pack_heldout(
-            heldout_sentences,
+            scored,
             tokenizer,
-            first=config.data.heldout_sentences,
             rows=config.batch_size // config.accumulate,  # Rows that go through the model at once.
             length=config.model.context,
             name=config.data.heldout,
@@ -90,7 +89,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             programs,
             iter(data),
             initial=functools.partial(preparation.initial_params, config, tokenizer),
-            evaluate=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
+            score=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
             metric=runs.BITS,
             curves=Curves("loss", "eval_nats_per_token", "nats per token"),
         )
@@ -130,7 +129,7 @@ def run(
     data: grain.DatasetIterator,
     *,
     initial: Callable[[], nnx.State | None],
-    evaluate: Callable[[Any], dict[str, float]],
+    score: Callable[[Any], dict[str, float]],
     metric: str,
     curves: Curves,
 ) -> TrainState:
@@ -139,8 +138,8 @@ def run(
 
     `data` has this process's rows of each batch, positioned for a new run, and is closed at the
     end. `initial` returns the parameters of a new run, or None for those of `programs.init`.
-    `evaluate` maps parameters to held-out scores by name, and the best checkpoint minimises the
-    score `metric`. loss.png has the `curves`.
+    `score` maps parameters to held-out scores by name, and the best checkpoint minimises `metric`
+    among them. loss.png has the `curves`.
     """
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints, metric)
     step, stopping = 0, False
@@ -169,7 +168,7 @@ def run(
                 scores = None
                 if done or step % config.eval_every == 0:
                     with window.aside():
-                        scores = evaluate(state.params)
+                        scores = score(state.params)
                         log.write_scores(step, scores, redraw=done)
                 best = scores is not None and checkpoints.would_be_best(scores)
                 if stopping or done or best or step % config.checkpoint_every == 0:

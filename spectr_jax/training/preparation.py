@@ -34,16 +34,15 @@ FREE_FIELDS = (
 )
 POSITIVE_FIELDS = (
     *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-    *("model.layers", "model.width", "model.mlp", "model.heads", "model.context"),
-    *("mesh.fsdp", "accumulate", "data.streams", "data.heldout_sentences"),
+    *("model.layers", "model.width", "model.mlp", "model.heads"),
+    *("mesh.fsdp", "accumulate", "data.streams"),
 )
 
 
 def check_train_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid training config."""
-    check_fields(config, train_config())
-    check_positive(config, *POSITIVE_FIELDS)
-    check_shared(config)
+    check_shared(config, train_config())
+    check_positive(config, "model.context", "data.heldout_sentences")
     model, exits = config.model, config.early_exit
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout}: must be in [0, 1); 0.1 is common")
@@ -61,9 +60,11 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def check_shared(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for an invalid field that the configs of language models and of students
-    share."""
+def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` if the fields are not those of `defaults`, or for an invalid one of those
+    that the configs of language models and of students share."""
+    check_fields(config, defaults)
+    check_positive(config, *POSITIVE_FIELDS)
     model, optimizer = config.model, config.optimizer
     if model.width % (2 * model.heads):
         raise UserError(
@@ -177,7 +178,7 @@ def _check_steps(
     if before == config.steps or not 0 < taken < config.steps:
         return
     old, new = (
-        float(learning_rate(config.optimizer, each)(taken)) for each in (before, config.steps)
+        float(learning_rate(config.optimizer, steps)(taken)) for steps in (before, config.steps)
     )
     if not math.isclose(old, new, rel_tol=1e-6):
         raise UserError(
@@ -194,9 +195,9 @@ def _inputs(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def check_inputs(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, found: dict[str, Any]
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, digests: dict[str, Any]
 ) -> None:
-    """Stores in a claimed workdir the digests of what a run reads, by the fields that name it.
+    """Stores in a claimed workdir the `digests` of what a run reads, by the fields that name it.
 
     Those of an earlier start must be equal. A run of an older version has none and gets them.
 
@@ -204,16 +205,16 @@ def check_inputs(
       UserError: the content of an input has changed since the run began.
     """
     # A start that stopped before the run wrote its config may read other text.
-    known = _inputs(workdir) if (workdir / CONFIG).exists() else {}
-    given = flatten_dict(to_json(config), sep=".")
-    for name, digests in found.items():
-        if known.get(name, digests) != digests:
+    before = _inputs(workdir) if (workdir / CONFIG).exists() else {}
+    fields = flatten_dict(to_json(config), sep=".")
+    for name, digest_now in digests.items():
+        if before.get(name, digest_now) != digest_now:
             raise UserError(
-                f"{name}={given[name]!r}: its content has changed since the run in "
+                f"{name}={fields[name]!r}: its content has changed since the run in "
                 f"{str(workdir)!r} began; restore it, or choose a new --workdir"
             )
-    if hosts.is_first() and known != found:
-        write_json(workdir / INPUTS, found)
+    if hosts.is_first() and before != digests:
+        write_json(workdir / INPUTS, digests)
 
 
 @contextlib.contextmanager
@@ -250,7 +251,7 @@ def open_tokenizer(
       UserError: the tokenizer has another vocabulary than the model, or differs from the run's
         earlier one or from that of the packed corpus.
     """
-    own = shared = workdir / TOKENIZER
+    copy = shared = workdir / TOKENIZER
     if config.data.tokenizer:
         shared = expanded(config.data.tokenizer)
     elif config.init:
@@ -260,8 +261,8 @@ def open_tokenizer(
             f"init={config.init!r}: there is no tokenizer at {str(shared)!r}; copy that of the "
             "weights there"
         )
-    if own.exists() and not shared.exists():  # Its folder has moved since the run began.
-        shared = own
+    if copy.exists() and not shared.exists():  # Its folder has moved since the run began.
+        shared = copy
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
     elif hosts.is_first():
@@ -271,7 +272,7 @@ def open_tokenizer(
                 print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
                 sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
                 train_tokenizer(sample, shared, config.model.vocab_size)
-            elif not own.exists():
+            elif not copy.exists():
                 print(f"using the tokenizer that is there: {shared}")
     hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
@@ -280,12 +281,12 @@ def open_tokenizer(
             f"model.vocab_size={config.model.vocab_size}: {str(shared)!r} has "
             f"{tokenizer.vocab_size} pieces; give that number, or a new path as data.tokenizer"
         )
-    if own.exists() and own.read_bytes() != tokenizer.proto:
+    if copy.exists() and copy.read_bytes() != tokenizer.proto:
         raise UserError(
-            f"{str(shared)!r} is not the tokenizer of the run, {str(own)!r}; restore that one"
+            f"{str(shared)!r} is not the tokenizer of the run, {str(copy)!r}; restore that one"
         )
-    if hosts.is_first() and not own.exists():
-        write_whole(own, tokenizer.proto)
+    if hosts.is_first() and not copy.exists():
+        write_whole(copy, tokenizer.proto)
     return tokenizer
 
 
@@ -301,8 +302,8 @@ def _check_packed(
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
         absent = "" if tokenizer.exists() else "there, and should be "
-        own = pathlib.Path(corpus.removeprefix(PACKED_PREFIX)) / "tokenizer.model"
+        packed_with = pathlib.Path(corpus.removeprefix(PACKED_PREFIX)) / TOKENIZER
         raise UserError(
             f"{str(tokenizer)!r} is not {absent}the tokenizer that {corpus!r} was packed with; "
-            f"give data.tokenizer={str(own)!r}"
+            f"give data.tokenizer={str(packed_with)!r}"
         )

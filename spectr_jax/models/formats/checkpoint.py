@@ -37,7 +37,9 @@ class Checkpoints:
         self.directory, self._metric = directory, metric
         keeping, saving = ocp.training.preservation_policies, ocp.training.save_decision_policies
         best = keeping.BestN(
-            get_metric_fn=lambda found: -found[metric], n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=lambda metrics: -metrics[metric],
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
@@ -116,7 +118,7 @@ class Checkpoints:
         damaged: list[int] = []
         for step in reversed(steps):
             loaded, reason = self._try(step, wanted)
-            reasons = [each for each in hosts.gather(reason) if each]
+            reasons = list(filter(None, hosts.gather(reason)))
             if not reasons:
                 break
             if step == steps[0]:
