@@ -22,6 +22,7 @@ from spectr_jax.data.packed import digest_of, open_corpus
 from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.training import preparation, throughput
+from spectr_jax.training.config import train_config
 from spectr_jax.training.heldout import evaluate, pack_heldout
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.metrics import Curves, MetricsLog, Window
@@ -52,7 +53,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
       Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     preparation.check_train_config(config)
-    preparation.claim_workdir(config, workdir)
+    preparation.claim_workdir(config, workdir, train_config())
     mesh = sharding.make_mesh(config.mesh.fsdp)
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     tfds_dir = config.data.tfds_dir or None

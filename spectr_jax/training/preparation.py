@@ -131,11 +131,9 @@ def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> n
 
 
 def claim_workdir(
-    config: ml_collections.ConfigDict,
-    workdir: pathlib.Path,
-    known: ml_collections.ConfigDict | None = None,
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, defaults: ml_collections.ConfigDict
 ) -> None:
-    """Creates `workdir`. `known` has the defaults of all fields, of a language model if None.
+    """Creates `workdir`. A field that the run in it lacks is newer, and had its value in `defaults`.
 
     Raises:
       UserError: it holds a run of another config, or cannot be created.
@@ -149,9 +147,7 @@ def claim_workdir(
             free.append("data.tfds_dir")
         if (workdir / TOKENIZER).exists():  # `open_tokenizer` compares the content.
             free.append("data.tokenizer")
-        # A field newer than the run had its default.
-        defaults = flatten_dict(to_json(known or train_config()), sep=".")
-        theirs = {**defaults, **flatten_dict(stored, sep=".")}
+        theirs = flatten_dict(to_json(defaults), sep=".") | flatten_dict(stored, sep=".")
         ours = flatten_dict(to_json(config), sep=".")
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in free and ours.get(name) != theirs.get(name):

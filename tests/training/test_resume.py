@@ -78,7 +78,7 @@ def test_more_steps_must_not_make_the_learning_rate_jump(
     (tmp_path / "checkpoints" / str(taken)).mkdir(parents=True)
     made.steps = steps
     with pytest.raises(UserError, match=f"steps={steps}: ") if jumps else contextlib.nullcontext():
-        preparation.claim_workdir(made, tmp_path)
+        preparation.claim_workdir(made, tmp_path, made)
 
 
 def test_runs_that_start_together_train_one_tokenizer(config, corpus, tmp_path, monkeypatch):

@@ -46,7 +46,10 @@ def test_a_git_lfs_pointer_is_refused_with_the_fix(tmp_path, name, read):
         ("packed.json", lambda folder: open_corpus(f"packed:{folder}")),
         ("labels.json", lambda folder: open_labels(str(folder))),
         ("config.json", runs.open_run),
-        ("config.json", lambda folder: preparation.claim_workdir(train_config(), folder)),
+        (
+            "config.json",
+            lambda folder: preparation.claim_workdir(train_config(), folder, train_config()),
+        ),
         ("student.json", runs.read_student),
         ("table.json", lambda folder: check_table(eval_config(), folder, "table")),
         ("table.part.jsonl", lambda folder: Journal(folder, "table", eval_config(), [])),
