@@ -12,26 +12,27 @@ docs/first_hour.md explains the commands, and labels text for the student.
 
 from spectr_jax.distillation.config import distil_config
 from spectr_jax.experiments.config import eval_config
-from spectr_jax.training.config import open_text_config
+from spectr_jax.training.config import train_config
 from spectr_jax.utils.errors import unknown
-
-SHAPES = {"target": "draft_6m", "draft": "draft_2m"}
-STEPS = {"target": 500, "draft": 300}
 
 
 def get_config(part: str = "target"):
-    if part in OTHERS:
-        return OTHERS[part]()
-    if part not in SHAPES:
-        raise unknown("part of the small ladder", part, [*SHAPES, *OTHERS])
-    config = open_text_config(SHAPES[part])
-    config.model.update(vocab_size=2_048, dtype="float32")  # Not all CPUs have bfloat16 products.
+    if part not in PARTS:
+        raise unknown("part of the small ladder", part, PARTS)
+    return PARTS[part]()
+
+
+def _model(shape: str, steps: int, learning_rate: float):
+    config = train_config(shape)
+    # Not all CPUs have bfloat16 products.
+    config.model.update(vocab_size=2_048, context=128, dropout=0.0, dtype="float32")
     config.data.update(train="my_text/train.txt", heldout="my_text/heldout.txt")
     config.data.update(heldout_sentences=500, tokenizer_sentences=50_000)
     config.data.tokenizer = "runs/small/tokenizer.model"  # Trained by the first of the two runs.
-    config.update(batch_size=32, steps=STEPS[part], log_every=25, keep_checkpoints=1)
-    config.update(eval_every=100, checkpoint_every=100)
-    config.optimizer.warmup_steps = 30
+    config.update(batch_size=32, steps=steps)
+    config.optimizer.update(name="muon", b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1, clip_norm=1.0)
+    config.optimizer.update(schedule="cosine", learning_rate=learning_rate, warmup_steps=30)
+    config.update(log_every=25, eval_every=100, checkpoint_every=100, keep_checkpoints=1)
     return config
 
 
@@ -47,11 +48,20 @@ def _table():
 
 
 def _student():
-    config = distil_config("2m")
-    config.model.dtype = "float32"
-    config.update(steps=100, log_every=10, eval_every=50, checkpoint_every=50, keep_checkpoints=1)
-    config.optimizer.warmup_steps = 10
+    config = distil_config()
+    config.model.update(layers=3, width=128, mlp=512, heads=4, kv_heads=4, dtype="float32")
+    config.model.update(head_tokens=8_192, embed_rank=96)
+    config.data.update(train="labels/train", heldout=("labels/heldout",))
+    config.update(loss="kl", batch_size=32, steps=100)
+    config.optimizer.update(name="muon", b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1, clip_norm=1.0)
+    config.optimizer.update(schedule="cosine", learning_rate=0.02, warmup_steps=10)
+    config.update(log_every=10, eval_every=50, checkpoint_every=50, keep_checkpoints=1)
     return config
 
 
-OTHERS = {"table": _table, "student": _student}
+PARTS = {
+    "target": lambda: _model("draft_6m", steps=500, learning_rate=0.025),
+    "draft": lambda: _model("draft_2m", steps=300, learning_rate=0.04),
+    "table": _table,
+    "student": _student,
+}

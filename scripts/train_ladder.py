@@ -21,7 +21,7 @@ do not need it. The stages and their results under --workdir are:
     trees       all methods at equal numbers of drafted tokens, ERSD's Figures 3 and 4
     figures     SpecTr's Figure 5
 
-The recipe is configs/lm1b for LM1B and configs/open_text.py for --data. --stage_flags changes
+The recipe is configs/lm1b.py for LM1B and configs/open_text.py for --data. --stage_flags changes
 anything else, as in 'train: --config.batch_size=128', 'export: --dtype=int8' (the weights in
 ladder), 'table2,trees: --config.num_prompts=100', or 'table2: --again' after a model has changed.
 """
@@ -72,7 +72,7 @@ def trainings(work: pathlib.Path, data: str, heldout: str, tfds: str, more: Flag
     corpus = f"--config.data.train={PACKED}{packed}", f"--config.data.heldout={heldout}"
     corpus += f"--config.data.tfds_dir={tfds}", f"--config.data.tokenizer={packed}/tokenizer.model"
     for name, model in MODELS.items():
-        config = f"--config={CONFIGS}/" + (f"open_text.py:{model}" if data else f"lm1b/{model}.py")
+        config = f"--config={CONFIGS}/{'open_text' if data else 'lm1b'}.py:{model}"
         train = "spectr_jax.train", config, f"--workdir={work}/{model}", *corpus
         export = "spectr_jax.export", f"--model={work}/{model}", f"--out={work}/ladder"
         stages[name] = [(*train, *more["train"], *more[name]), (*export, *more["export"])]

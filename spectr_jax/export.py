@@ -48,9 +48,9 @@ def main():
 
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.loading.by_name import BEST, load_run
+    from spectr_jax.models.formats.runs import TOKENIZER, open_run
     from spectr_jax.models.weights import STORED, save_weights
     from spectr_jax.training.metrics import read_metrics
-    from spectr_jax.training.runs import TOKENIZER, open_run
     from spectr_jax.utils.errors import UserError, unknown
     from spectr_jax.utils.files import expanded_with_name, write_whole
 
@@ -91,7 +91,7 @@ def _folder(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.models.llama import Llama
     from spectr_jax.utils.errors import UserError
 
-    given = f"--model={_MODEL.value}"
+    model_flag = f"--model={_MODEL.value}"
     for flag in (_DTYPE, _PART_MB):
         if flag.value:
             raise UserError(
@@ -102,12 +102,12 @@ def _folder(out: pathlib.Path) -> list[pathlib.Path]:
     _, model, tokenizer = load(_MODEL.value, "float32")
     if isinstance(tokenizer, VocabularyOf):
         raise UserError(
-            f"{given}: is a draft that was trained for its target, without a tokenizer and with "
+            f"{model_flag}: is a draft that was trained for its target, without a tokenizer and with "
             "parts that transformers lacks; leave --format=llama out, or copy its files"
         )
     if not isinstance(model, Llama) or not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError(
-            f"{given}: must be of the Llama family with a tokenizer of Hugging Face's library; "
+            f"{model_flag}: must be of the Llama family with a tokenizer of Hugging Face's library; "
             "give another model, or leave --format=llama out"
         )
     eos = tokenizer.eos if isinstance(tokenizer.eos, int) else list(tokenizer.eos)

@@ -1,6 +1,6 @@
 """Trains one model.
 
-    python -m spectr_jax.train --config=configs/lm1b/draft_6m.py --workdir=runs/lm1b/draft_6m
+    python -m spectr_jax.train --config=configs/lm1b.py:draft_6m --workdir=runs/lm1b/draft_6m
 
 After a stop or a crash the same command resumes from the newest checkpoint.
 """
@@ -13,7 +13,7 @@ with cli.importing():
     from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A training config, such as configs/lm1b/draft_6m.py."
+    "config", None, "A training config, such as configs/lm1b.py:draft_6m."
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run lives; give the same one to resume.", required=True
@@ -22,21 +22,27 @@ _WORKDIR = flags.DEFINE_string(
 
 def main():
     # Imported after the flags are parsed, so that `--help` does not wait for JAX.
-    from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.errors import UserError, unknown
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
 
-    if "experiment" in _CONFIG.value:
+    config, workdir = _CONFIG.value, expanded(_WORKDIR.value)
+    if "experiment" in config:
         raise UserError(
             "--config: is an evaluation; give one such as configs/embedded.py, or `eval` it"
         )
     keep_freed_memory()
-    if "teacher" in _CONFIG.value:
-        from spectr_jax.distillation.training import distil as train
-    else:
+    kind = config.get("kind")
+    if kind == "language_model":
         from spectr_jax.training.loop import train
 
-    train(_CONFIG.value, expanded(_WORKDIR.value))
+        train(config, workdir)
+    elif kind == "student":
+        from spectr_jax.distillation.training import distil
+
+        distil(config, workdir)
+    else:
+        raise unknown("kind", kind, ("language_model", "student"))
 
 
 if __name__ == "__main__":

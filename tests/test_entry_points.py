@@ -102,6 +102,7 @@ CASES = [
     ),
     (TRAIN, "--config.optimizer.b1=1.5", "optimizer.b1=1.5: must be in [0, 1)"),
     (TRAIN, "--config.seed=-1", "seed=-1: must be at least 0"),
+    (TRAIN, "--config.kind=students", "unknown kind 'students'; did you mean 'student'?"),
     (
         TRAIN,
         "--config=configs/embedded.py:draft_7m",

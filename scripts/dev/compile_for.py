@@ -4,8 +4,8 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc    # for a GPU: jax's version
     python scripts/dev/compile_for.py --device=v5e [--only=otm,train,calls]
 
-The device's own compiler compiles the training step of each model of the ladder (configs/lm1b and
-configs/open_text.py), every method with its default options (97M target, 6M drafts, bfloat16), and
+The device's own compiler compiles the training step of each model of the ladder (configs/lm1b.py
+and configs/open_text.py), every method with its default options (97M target, 6M drafts, bfloat16), and
 both on a mesh of four devices. `calls` are methods on one sequence: the kernels and host stops of a
 call decide its latency on a GPU. Nothing runs, there are no weights, and kernels are not tuned.
 Writes DEVICE.md and DEVICE.json.
@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 import pathlib
+import runpy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,6 @@ from spectr_jax.experiments.measure.call_times import PHASES
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer
-from spectr_jax.training.config import lm1b_config, open_text_config
 from spectr_jax.training.programs import make_programs
 from spectr_jax.utils import cli, sharding
 from spectr_jax.utils.errors import UserError, unknown
@@ -51,6 +51,7 @@ _ONLY = flags.DEFINE_list(
     "only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence)."
 )
 
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 SEQUENCES, ROWS = 64, 256
 """Sequences decoded at once, and rows of a training step."""
 GROUPS = ("train", *METHODS, "calls", "mesh")
@@ -105,7 +106,7 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     """
     wanted = _ONLY.value or GROUPS
     one, several = sharding.make_mesh(devices=places[:1]), len(places)
-    recipes = {"AdamW": lm1b_config, "Muon": open_text_config}
+    recipes = {"AdamW": _recipe("lm1b"), "Muon": _recipe("open_text")}
     found: dict[str, Callable[[], jax.stages.Lowered]] = {}
     models = LADDER if "train" in wanted else ()
     for model, (optimizer, recipe) in itertools.product(models, recipes.items()):
@@ -131,6 +132,10 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
         mesh = sharding.make_mesh(devices=places)
         found[f"`otm`, {several} devices"] = functools.partial(decoding, "otm", mesh=mesh)
     return found
+
+
+def _recipe(name: str) -> Callable[[str], ml_collections.ConfigDict]:
+    return runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]
 
 
 def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.Lowered:
@@ -211,7 +216,7 @@ def markdown(result: dict[str, Any]) -> str:
         report.markdown_table(header, list(map(cells, result["rows"]))),
         [
             f"Training: one step on {ROWS} rows of 128 tokens, bfloat16 products; AdamW as in "
-            "configs/lm1b, Muon as in configs/open_text.py. Methods: default options, target_97m "
+            "configs/lm1b.py, Muon as in configs/open_text.py. Methods: default options, target_97m "
             "and draft_6m, in bfloat16 unless the row names another precision, "
             f"{SEQUENCES} sequences, up to 64 new tokens. Seconds are those of one core here, "
             "memory is that of one device. Kernels and host stops are those of one iteration of "

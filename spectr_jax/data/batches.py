@@ -60,7 +60,7 @@ def training_batches(
 
     def stream_of(stream: int) -> grain.IterDataset:
         sentences = shuffled(corpus, seed, stream, streams)
-        return _packed(sentences, tokenizer, length, threads=0).batch(batch // streams)
+        return _packed_rows(sentences, tokenizer, length, threads=0).batch(batch // streams)
 
     return mixed_batches([stream_of], _batch_of, streams, process, processes)
 
@@ -72,26 +72,26 @@ def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.M
 
 def row_batches(
     rows: PackedRows,
-    form: Callable[[np.ndarray], dict[str, np.ndarray]],
+    batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
     batch: int,
     seed: int,
     streams: int = 1,
     process: int = 0,
     processes: int = 1,
 ) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` for packed rows. `form` makes a batch of rows."""
+    """Returns the pipeline of `training_batches` for packed rows. `batch_of` makes a batch of rows."""
 
     def stream_of(stream: int) -> grain.IterDataset:
         return ShuffledRows(
             rows, count=batch // streams, seed=seed + stream, stream=stream, streams=streams
         )
 
-    return mixed_batches([stream_of], form, streams, process, processes)
+    return mixed_batches([stream_of], batch_of, streams, process, processes)
 
 
 def mixed_batches(
     sources: Sequence[Callable[[int], grain.IterDataset]],
-    form: Callable[[np.ndarray], dict[str, np.ndarray]],
+    batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
     streams: int,
     process: int = 0,
     processes: int = 1,
@@ -104,7 +104,9 @@ def mixed_batches(
     share = streams // processes
     mine = range(process * share, (process + 1) * share)
     parts = [source(stream) for stream in mine for source in sources]
-    batches = grain.experimental.ZipIterDataset(parts).map(lambda rows: form(np.concatenate(rows)))
+    batches = grain.experimental.ZipIterDataset(parts).map(
+        lambda rows: batch_of(np.concatenate(rows))
+    )
     return grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=PREFETCHED_BATCHES
     )
@@ -124,11 +126,11 @@ def evaluation_batches(
     sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int
 ) -> grain.IterDataset:
     """Returns all sentences once, in order, packed. The last batch may have fewer rows."""
-    rows = _packed(grain.MapDataset.source(sentences), tokenizer, length)
+    rows = _packed_rows(grain.MapDataset.source(sentences), tokenizer, length)
     return rows.batch(batch, drop_remainder=False).map(_batch_of)
 
 
-def _packed(
+def _packed_rows(
     dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
 ) -> grain.IterDataset:
     """Returns packed targets [length] of the sentences in `dataset`."""

@@ -80,7 +80,9 @@ class TfdsSentences:
     def read(self, indices: range) -> list[str]:
         """Returns several sentences, which takes an eighth of the time of one at a time."""
         with self._explained(f"a sentence of {indices.start}..{indices.stop - 1}"):
-            return [each["text"].decode("utf-8") for each in self._source.__getitems__(indices)]
+            return [
+                example["text"].decode("utf-8") for example in self._source.__getitems__(indices)
+            ]
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -198,8 +200,8 @@ def text_files(spec: str) -> list[pathlib.Path]:
     """Returns the sorted files of a path, a folder or a glob. Raises `UserError` if there are
     none."""
     path = expanded(spec)
-    found = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
-    files = sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+    paths = path.iterdir() if path.is_dir() else map(pathlib.Path, glob.glob(str(path)))
+    files = sorted(file for file in paths if file.is_file() and not file.name.startswith("."))
     if not files or not spec:  # "" would be the current folder.
         raise UserError(
             f"no text file matches {spec!r}; give a file, a folder, a glob or tfds:DATASET:SPLIT"

@@ -59,16 +59,16 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
         bpe = models.BPE(vocab=numbers, merges=merges, ignore_merges=pre in LLAMA3)
     except Exception as error:  # The library raises bare exceptions.
         raise damaged(f"has merges that do not fit its tokens ({error})") from error
-    made = tokenizers.Tokenizer(bpe)
-    made.pre_tokenizer = _pre_tokenizer(pre, source)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, source)
     if pre == "qwen2":
-        made.normalizer = normalizers.NFC()
-    made.decoder = decoders.ByteLevel()
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
     types = [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types, strict=True)]
     for kind in (CONTROL, USER_DEFINED):
         added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
         options = {"special": kind == CONTROL, "normalized": False}
-        made.add_tokens([tokenizers.AddedToken(token, **options) for token in added])
+        tokenizer.add_tokens([tokenizers.AddedToken(token, **options) for token in added])
     eos = need("eos_token_id", int)
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id", eos) for name in ("eos", "eot", "eom")]
@@ -79,7 +79,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
             raise damaged(f"names token {token!r:.40}, but has only {len(tokens)} tokens")
     ends = tuple(dict.fromkeys([*named, *known]))
     return HuggingFaceTokenizer(
-        made,
+        tokenizer,
         first,
         ends,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre in LLAMA3)),

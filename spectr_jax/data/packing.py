@@ -152,11 +152,11 @@ def _finished(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any] 
     for path in (folder / INDEX, folder / STARTED):
         if not path.exists():
             continue
-        found = read_json(path)
+        index = read_json(path)
         differs = [
-            f"{field}={found[field]!r}, not {value!r}"
+            f"{field}={index[field]!r}, not {value!r}"
             for field, value in settings.items()
-            if field in found and found[field] != value  # Older ones have fewer fields.
+            if field in index and index[field] != value  # Older ones have fewer fields.
         ]
         if differs:
             raise UserError(
@@ -165,8 +165,8 @@ def _finished(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any] 
             )
         if path.name == INDEX:
             with contextlib.suppress(*DAMAGE):
-                read_shards(folder, found)
-                return found
+                read_shards(folder, index)
+                return index
     return None
 
 

@@ -58,8 +58,8 @@ def read_questions(path: str) -> list[Question]:
 
 def _question(line: str, place: str) -> Question:
     try:
-        given = parse_json(line)
-        identity, category, turns = given["question_id"], given["category"], given["turns"]
+        question = parse_json(line)
+        identity, category, turns = question["question_id"], question["category"], question["turns"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{place} lacks question_id, category or turns ({error!r}); give JSON lines"

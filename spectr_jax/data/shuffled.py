@@ -42,6 +42,10 @@ class PackedRows:
         about = f"{self._identity} {self.tokenizer_digest} {len(self)} "
         return digest(about.encode() + self.take(picked).tobytes())[:16]
 
+    def first(self, count: int) -> np.ndarray:
+        """Returns the first `count` rows, or all if there are fewer."""
+        return self.take(np.arange(min(count, len(self))))
+
     def take(self, indices: np.ndarray) -> np.ndarray:
         """Returns the rows at `indices`, uint16 [count, length]."""
         shards = np.searchsorted(self._ends, indices, side="right")

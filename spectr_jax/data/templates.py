@@ -53,9 +53,9 @@ def render(
     sandbox.globals["raise_exception"] = _refuse
     sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     sandbox.filters["tojson"] = _to_json
-    given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
+    variables = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
     try:
-        return sandbox.from_string(template).render(messages=messages, **given)
+        return sandbox.from_string(template).render(messages=messages, **variables)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"the model's chat template cannot be read ({error}); decode without chat"

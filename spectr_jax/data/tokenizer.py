@@ -128,10 +128,10 @@ class AnyTokenizer(Protocol):
         ]
 
 
-def _integers(given: ArrayLike) -> np.ndarray | None:
-    """Returns `given` as an array of integers, or None if it is something else."""
+def _integers(values: ArrayLike) -> np.ndarray | None:
+    """Returns `values` as an array of integers, or None if it is something else."""
     try:
-        array = np.asarray(given)
+        array = np.asarray(values)
     except (TypeError, ValueError):
         return None
     return array if array.dtype.kind in "iu" else None

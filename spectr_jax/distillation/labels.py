@@ -142,7 +142,7 @@ def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, A
         if name in ignored or wanted.get(name) == there.get(name):
             continue
         has, makes = (
-            ", ".join(f"{each}={index.get(each)!r}" for each in (name, *DIGESTS.get(name, ())))
+            ", ".join(f"{field}={index.get(field)!r}" for field in (name, *DIGESTS.get(name, ())))
             for index in (there, wanted)
         )
         raise UserError(
@@ -162,7 +162,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
       UserError: there are no rows, a shard is damaged or missing, teachers or lengths differ, or
         there are fewer rows than `counts`.
     """
-    folders = [expanded(each.strip()) for each in name.split(",")]
+    folders = [expanded(part.strip()) for part in name.split(",")]
     indices = [_index(folder) for folder in folders]
     first = indices[0]
     for folder, index in zip(folders, indices, strict=True):
@@ -175,8 +175,8 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
         check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(first))
     shape = ("vocab_size", "length", "features", "drafted", "labelled")
     wanted = row_type(*(first[field] for field in shape))
-    found = [_open_shards(folder, wanted) for folder in folders]
-    there = tuple(sum(map(len, shards)) for shards in found)
+    shards_of = [_open_shards(folder, wanted) for folder in folders]
+    there = tuple(sum(map(len, shards)) for shards in shards_of)
     if not any(there):
         raise UserError(
             f"{name!r} has no labelled rows yet; make some: python -m spectr_jax.label "
@@ -186,13 +186,13 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
         raise other_sources(len(folders), len(counts))
     taken = counts or there
     shards = []
-    for folder, own, have, need in zip(folders, found, there, taken, strict=True):
+    for folder, opened, have, need in zip(folders, shards_of, there, taken, strict=True):
         if have < need:
             raise UserError(
                 f"{str(folder)!r} has {have} rows, and had {need} before; restore its shards, or "
                 "label again"
             )
-        for shard in own:
+        for shard in opened:
             shards.append(shard[:need])
             need -= len(shards[-1])
     return LabelledRows(shards, first, taken, json.dumps(indices))

@@ -5,10 +5,10 @@ A source is a corpus, which is encoded and packed while it is read, or a folder 
 of the rows of a batch.
 """
 
+import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -17,7 +17,7 @@ import numpy as np
 
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import Sentences, open_sentences
-from spectr_jax.data.packed import PackedRows, digest_of
+from spectr_jax.data.packed import digest_of
 from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
@@ -34,7 +34,7 @@ COUNTED_ROWS = 2_048
 Source = Sentences | LabelledRows
 
 
-class Lessons:
+class OnlineRows:
     """Packed text from several sources and the teacher that labels it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Lessons:
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
         names = self._names = [name.strip() for name in config.data.train.split(",")]
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
-        self._counts = _rows_of_each(config, len(names))
+        self._rows_of_each = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
         if counts and len(counts) != len(names):
             raise labels.other_sources(len(names), len(counts))
@@ -75,7 +75,7 @@ class Lessons:
     def streams(self, streams: int) -> int:
         """Returns the largest number of streams, at most `streams`, that divides the rows of each
         source in a batch."""
-        return math.gcd(streams, *self._counts)
+        return math.gcd(streams, *self._rows_of_each)
 
     def batches(
         self, seed: int, streams: int, process: int = 0, processes: int = 1
@@ -96,26 +96,28 @@ class Lessons:
             if not isinstance(source, LabelledRows):
                 self._check_streams(name, source, streams)
 
-        def stream_of(source: Source, rows: int) -> Callable[[int], grain.IterDataset]:
-            count = rows // streams
+        def stream_of(source: Source, count: int, stream: int) -> grain.IterDataset:
             if isinstance(source, LabelledRows):
-                return lambda i: ShuffledRows(
-                    source, count=count, seed=seed + i, stream=i, streams=streams
-                ).map(self._without_labels)
-            return lambda i: teaching.packed(
-                batches.shuffled(source, seed, i, streams).map(self._encoded), self._row_type
-            ).batch(count)
+                rows = ShuffledRows(
+                    source, count=count, seed=seed + stream, stream=stream, streams=streams
+                )
+                return rows.map(self._without_labels)
+            texts = batches.shuffled(source, seed, stream, streams).map(self._encoded)
+            return teaching.packed(texts, self._row_type).batch(count)
 
-        made = [stream_of(*each) for each in zip(self._sources, self._counts, strict=True)]
-        return batches.mixed_batches(made, labels.batch_of, streams, process, processes)
+        sources = [
+            functools.partial(stream_of, source, rows // streams)
+            for source, rows in zip(self._sources, self._rows_of_each, strict=True)
+        ]
+        return batches.mixed_batches(sources, labels.batch_of, streams, process, processes)
 
-    def heldout(self) -> dict[str, PackedRows]:
+    def heldout(self) -> dict[str, np.ndarray]:
         """Returns the first rows of each held-out source, by name."""
-        found, count = {}, self._data.heldout_rows
+        heldout, count = {}, self._data.heldout_rows
         for name in self._data.heldout:
             source = self._open(name, ())
             if isinstance(source, LabelledRows):
-                rows = self._without_labels(source.take(np.arange(min(count, len(source)))))
+                rows = self._without_labels(source.first(count))
             else:
                 # Almost no text has fewer than 8 tokens per sentence.
                 enough = min(len(source), -(-count * self.length // 8))
@@ -126,8 +128,8 @@ class Lessons:
                         f"data.heldout={name!r}: its first {enough} sentences have one token each; "
                         "give longer ones"
                     )
-            found[short_name(name)] = PackedRows([rows], self.vocabulary)
-        return found
+            heldout[short_name(name)] = rows
+        return heldout
 
     def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
         """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
@@ -168,11 +170,11 @@ class Lessons:
         return teaching.Text(self._tokenizer.prompt(sentence))
 
     def _without_labels(self, rows: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(rows), self._row_type)
-        found["tokens"], found["segments"] = rows["tokens"], rows["segments"]
+        bare = np.zeros(len(rows), self._row_type)
+        bare["tokens"], bare["segments"] = rows["tokens"], rows["segments"]
         older = "drafted" not in (rows.dtype.names or ())
-        found["drafted"] = rows["segments"] > 0 if older else rows["drafted"]
-        return found
+        bare["drafted"] = rows["segments"] > 0 if older else rows["drafted"]
+        return bare
 
 
 def short_name(spec: str) -> str:
@@ -182,11 +184,11 @@ def short_name(spec: str) -> str:
 
 def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
     """Returns the number of rows of a batch from each source, by `data.shares`."""
-    given = tuple(config.data.shares)
-    shares = given * sources if len(given) == 1 else given
+    shares = tuple(config.data.shares)
+    shares = shares * sources if len(shares) == 1 else shares
     if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):
         raise UserError(
-            f"data.shares={given}: must divide batch_size={config.batch_size} among the {sources} "
+            f"data.shares={tuple(config.data.shares)}: must divide batch_size={config.batch_size} among the {sources} "
             "sources of data.train; give one positive integer each, whose sum divides the batch "
             "size"
         )

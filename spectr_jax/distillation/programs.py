@@ -1,21 +1,19 @@
 """The compiled programs of a student's run, and what its losses and scores see."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from spectr_jax.distillation import losses, students
-from spectr_jax.distillation.students import build
-from spectr_jax.distillation.teacher import taught
+from spectr_jax.distillation.teacher import with_labels
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
-from spectr_jax.training.optimizer import make_optimizer
+from spectr_jax.training.optimizer import learning_rate, make_optimizer
 from spectr_jax.training.programs import Programs, compiled
 from spectr_jax.training.step import update
 
@@ -25,111 +23,114 @@ DRAFTS = 4
 
 def make_programs(
     config: ml_collections.ConfigDict,
-    mesh,
+    mesh: Mesh,
     shape: LlamaConfig,
     tokens: np.ndarray,
+    length: int,
     teacher: Frozen | None = None,
 ) -> Programs:
-    """Returns the programs of a student's run. With a `teacher`, they label each batch first."""
+    """Returns the programs of a student's run on rows of `length` tokens. With a `teacher`, they
+    label each batch first. The student's head scores `tokens`."""
     graphdef, state = abstract(shape)
     rest = nnx.filter_state(state, nnx.Not(nnx.Param))  # The tokens of the head.
     rest = jax.tree.map(lambda _: jnp.asarray(tokens), rest)
-    number_of = np.full(shape.vocab_size, -1, np.int32)
-    number_of[tokens] = np.arange(len(tokens))
-    optimizer = make_optimizer(config.optimizer, config.steps)
-
-    def model(params):
-        return nnx.merge(graphdef, params, rest)
-
-    see = functools.partial(places, model, jnp.asarray(number_of), config.depth)
-    loss = losses.LOSSES[config.loss]
-
-    def objective(params, part, key):
-        del key  # No dropout.
-        real, seen = see(params, part)
-
-        def total(function):
-            at_each = jax.vmap(jax.vmap(jax.vmap(function)))
-            return jnp.sum(real * at_each(seen), axis=(1, 2))
-
-        own, accepted = total(loss), jax.lax.stop_gradient(total(losses.acceptance))
-        text = total(losses.cross_entropy) if config.cross_entropy else 0.0
-        return jnp.mean(own + config.cross_entropy * text), {"loss": own[0], "alpha_1": accepted[0]}
-
-    def labelled(batch, teacher, tokens=None):
-        layers = shape.feature_layers if shape.features else None
-        return taught(teacher, batch, layers, tokens) if teacher else batch
-
+    outputs = np.full(shape.vocab_size, -1, np.int32)
+    outputs[tokens] = np.arange(len(tokens))
+    inputs_of = functools.partial(loss_inputs, outputs=jnp.asarray(outputs), depth=config.depth)
+    schedule = learning_rate(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    layers = shape.feature_layers if shape.features else None
     # Training labels all tokens of a small head, which is exact and needs no sort of the vocabulary;
     # on a GPU the sort takes longer than the teacher. Held-out scores use labels as on disk.
     head_tokens = jnp.asarray(tokens) if shape.head_tokens else None
 
+    def objective(params, part, key):
+        del key  # No dropout.
+        real, places = inputs_of(nnx.merge(graphdef, params, rest), part)
+
+        def total(function):
+            at_each = jax.vmap(jax.vmap(jax.vmap(function)))
+            return jnp.sum(real * at_each(places), axis=(1, 2))
+
+        divergence = total(losses.LOSSES[config.loss])
+        accepted = jax.lax.stop_gradient(total(losses.acceptance))
+        text = total(losses.cross_entropy) if config.cross_entropy else 0.0
+        loss = jnp.mean(divergence + config.cross_entropy * text)
+        return loss, {"loss": divergence[0], "alpha_1": accepted[0]}
+
     def step(state, batch, teacher=None):
-        seen = labelled(batch, teacher, head_tokens)
-        return update(objective, optimizer, config.accumulate, state, seen)
+        labelled = with_labels(teacher, batch, layers, head_tokens) if teacher else batch
+        return update(objective, optimizer, config.accumulate, state, labelled)
 
     def evaluate(params, batch, teacher=None):
-        return summed_scores(see, params, labelled(batch, teacher))
+        labelled = with_labels(teacher, batch, layers) if teacher else batch
+        return summed_scores(*inputs_of(nnx.merge(graphdef, params, rest), labelled), labelled)
 
+    levels = config.depth if shape.features else 1
+    flops = 6 * students.parameters(shape) + 12 * shape.layers * shape.width * length
     return compiled(
         mesh,
-        build=lambda rngs: build(shape, tokens, rngs),
+        build=lambda rngs: students.build(shape, tokens, rngs),
         optimizer=optimizer,
         step=step,
         evaluate=evaluate,
-        given=(teacher,) if teacher else (),
+        schedule=schedule,
+        flops_per_token=levels * flops,
+        teacher=teacher,
     )
 
 
-def places(
-    model: Callable[[Any], Llama],
-    number_of: jax.Array,
-    depth: int,
-    params: Any,
-    batch: dict[str, jax.Array],
+def loss_inputs(
+    student: Llama, batch: dict[str, jax.Array], outputs: jax.Array, depth: int
 ) -> tuple[jax.Array, losses.Place]:
-    """Returns which places [S, B, N] of a batch are real, and what the losses see there.
+    """Returns which places [S, B, N] of a labelled batch are real, and what losses see there.
 
     The student's softmax is over the tokens that its head scores. A batch without `top` has labels
     of all of these. S is the number of levels (`students.levels`).
+
+    Args:
+      student: the student.
+      batch: as `labels.batch_of` or `teacher.with_labels` returns.
+      outputs: int32 [V], the output of the head that scores each token, or -1.
+      depth: number of levels.
     """
-    student = model(params)
     hidden = students.levels(student, batch, depth)
     head = student.head.linear if student.config.head_tokens else student.head
     log_p = jax.nn.log_softmax(head(hidden).astype(jnp.float32))
     levels = jnp.arange(len(hidden))[:, None, None]
 
-    def of(tokens):
-        numbers = jnp.where(tokens < 0, -1, number_of[tokens])
-        numbers = jnp.broadcast_to(numbers, (len(hidden), *numbers.shape))
-        found = jnp.take_along_axis(log_p, jnp.maximum(numbers, 0), axis=-1)
-        return jnp.where(numbers < 0, -jnp.inf, found)
+    def log_p_of(tokens):
+        columns = jnp.where(tokens < 0, -1, outputs[tokens])
+        columns = jnp.broadcast_to(columns, (len(hidden), *columns.shape))
+        scores = jnp.take_along_axis(log_p, jnp.maximum(columns, 0), axis=-1)
+        return jnp.where(columns < 0, -jnp.inf, scores)
 
     log_q = batch["log_probabilities"]
     log_q = jnp.broadcast_to(log_q, (len(hidden), *log_q.shape))
     real = (batch["segments"] > 0) & (batch["positions"] >= levels)
-    target = of(batch["targets"][..., None])[..., 0]
+    log_target = log_p_of(batch["targets"][..., None])[..., 0]
     if "top" in batch:
-        return real, losses.Place(log_p=of(batch["top"]), log_q=log_q, log_target=target)
-    rest = jnp.zeros_like(target)  # The head scores no token without a label.
-    return real, losses.Place(log_p=log_p, log_q=log_q, log_target=target, rest=rest)
+        return real, losses.Place(log_p_of(batch["top"]), log_q, log_target)
+    rest = jnp.zeros_like(log_target)  # The head scores no token without a label.
+    return real, losses.Place(log_p, log_q, log_target, rest)
 
 
-def summed_scores(see: Callable, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def summed_scores(
+    real: jax.Array, places: losses.Place, batch: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Returns sums [S] over the tokens of a batch: KL(q, p), alpha_1, alpha_4 of the exact plan,
     and the number of tokens.
 
     Only tokens after which a draft is requested count. At level s the path must also start at such
-    a token.
+    a token. `real` and `places` are the `loss_inputs` of the batch.
     """
-    real, seen = see(params, batch)
     drafted = batch["drafted"]
     real &= drafted & jnp.stack([jnp.roll(drafted, level, axis=1) for level in range(len(real))])
 
     def total(function):
         # One row at a time, because `optimal_acceptance` sorts.
-        found = jax.lax.map(lambda level: jax.lax.map(jax.vmap(function), level), seen)
-        return jnp.sum(real * found, axis=(1, 2))
+        at_each = jax.lax.map(lambda level: jax.lax.map(jax.vmap(function), level), places)
+        return jnp.sum(real * at_each, axis=(1, 2))
 
     optimum = functools.partial(losses.optimal_acceptance, drafts=DRAFTS)
     return {

@@ -36,8 +36,8 @@ def build(config: LlamaConfig, tokens: np.ndarray, rngs: nnx.Rngs) -> Llama:
     return model
 
 
-def begin_as_teacher(model: Llama, table: jax.Array) -> None:
-    """Initialises a student's embedding and head from its teacher's, as far as they fit.
+def start_from_embedding(model: Llama, table: jax.Array) -> None:
+    """Initialises a student's embedding and head from its teacher's embedding.
 
     The embedding becomes the first principal components of the teacher's `table`, float32 [V, E],
     scaled to mean square 1. The head's weights of a token are its embedding, scaled.
@@ -78,19 +78,20 @@ def levels(model: Llama, batch: dict[str, jax.Array], depth: int) -> jax.Array:
         return model.hidden(tokens, positions, causal(segments))[0][None]
     B, N = tokens.shape
     cache = differentiable(model.init_cache(B, depth * N))
-    seen, own = batch["features"].astype(jnp.float32), []
+    features, hidden = batch["features"].astype(jnp.float32), []
     between = jnp.arange(N)[:, None] - jnp.arange(N)
     same = segments[:, :, None] == segments[:, None, :]
     for level in range(depth):
         # Earlier levels are pending. Of level r, a place sees only the place `level - r` before it.
         blocks = [between >= level, *(between == level - r for r in range(1, level + 1))]
         visible = jnp.concatenate([same & block for block in blocks], axis=-1)
-        before = jnp.where(positions[..., None] > 0, jnp.roll(seen, 1, axis=1), 0)
-        seen, cache = model.hidden(
+        # The first token of a sequence has no features before it.
+        before = jnp.where(positions[..., None] > 0, jnp.roll(features, 1, axis=1), 0)
+        features, cache = model.hidden(
             tokens, positions, visible, cache, level * N, features_BxNxE=before
         )
-        own.append(seen)
-    return jnp.stack(own)
+        hidden.append(features)
+    return jnp.stack(hidden)
 
 
 def principal_components(table: jax.Array, rank: int) -> jax.Array:

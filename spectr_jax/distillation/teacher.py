@@ -70,8 +70,8 @@ def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
     """Returns the sentences of a corpus, encoded as prompts."""
 
     def texts(first: int, end: int) -> list[Text]:
-        found = range(first, min(end, len(sentences)))
-        return [Text(tokenizer.prompt(sentences[index])) for index in found]
+        indices = range(first, min(end, len(sentences)))
+        return [Text(tokenizer.prompt(sentences[index])) for index in indices]
 
     return texts
 
@@ -160,7 +160,7 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
         rng: np.random.Generator, prompts: list[list[int]], shortest: int, longest: int, length: int
     ) -> list[Text]:
         key = jax.random.key(rng.integers(2**31))
-        found: list[Text] = []
+        written: list[Text] = []
         at_once = WRITTEN if cpu.on_cpu() else SHARD
         for first in range(0, len(prompts), at_once):
             part = prompts[first : first + at_once]
@@ -168,22 +168,22 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
             padding = [tokenizer.bos] * longest
             padded = np.array([[*tokens, *padding][:longest] for tokens in part], np.int32)
             part_key = jax.random.fold_in(key, first)
-            made = generate(
+            generation = generate(
                 part_key, method, model, None, padded, lengths, length - shortest, policy
             )
-            ends = np.minimum(made.lengths, length)
-            for prompt, row, end in zip(part, np.asarray(made.tokens), ends, strict=True):
+            ends = np.minimum(generation.lengths, length)
+            for prompt, row, end in zip(part, np.asarray(generation.tokens), ends, strict=True):
                 tokens = row[:end].tolist()
-                found.append(Text(tokens, len(prompt), tokenizer.ends(tokens[-1])))
-        return found
+                written.append(Text(tokens, len(prompt), tokenizer.ends(tokens[-1])))
+        return written
 
     return write
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
     """Returns the rows [R] of `packed`."""
-    found = list(packed(grain.MapDataset.source(texts), row_type))
-    return np.stack(found) if found else np.zeros(0, row_type)
+    rows = list(packed(grain.MapDataset.source(texts), row_type))
+    return np.stack(rows) if rows else np.zeros(0, row_type)
 
 
 def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
@@ -216,10 +216,10 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
     compiles once."""
     model = freeze(teacher)
 
-    # Not `jax.jit(taught)`, whose programs all labellers would share, whatever `labels.TOP` is.
+    # Not `jax.jit(with_labels)`, whose programs all labellers would share, whatever `labels.TOP` is.
     @functools.partial(jax.jit, static_argnums=2)
     def label(model, batch, layers):
-        return taught(model, batch, layers)
+        return with_labels(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
         for first in range(0, len(rows), ROWS):
@@ -227,20 +227,20 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
             padded = np.zeros(ROWS, rows.dtype)
             padded[: len(part)] = part
             batch = labels.batch_of(padded)
-            place = {name: batch[name] for name in ("inputs", "segments", "positions")}
-            found = label(model, place, () if "features" in batch else None)
+            call = {name: batch[name] for name in ("inputs", "segments", "positions")}
+            labelled = label(model, call, () if "features" in batch else None)
             if "features" in batch:
-                part["features"] = np.asarray(found["features"])[: len(part)]
+                part["features"] = np.asarray(labelled["features"])[: len(part)]
             # A toy vocabulary has fewer tokens; the remaining labels have probability 0.
-            count = found["top"].shape[-1]
+            count = labelled["top"].shape[-1]
             part["log_probabilities"] = -np.inf
             for name in ("top", "log_probabilities"):
-                part[name][..., :count] = np.asarray(found[name])[: len(part)]
+                part[name][..., :count] = np.asarray(labelled[name])[: len(part)]
 
     return fill
 
 
-def taught(
+def with_labels(
     model: Frozen,
     batch: dict[str, jax.Array],
     layers: tuple[int, ...] | None,
@@ -256,14 +256,15 @@ def taught(
       tokens: the tokens to label, int32 [W]; `log_probabilities` is then [B, N, W]. None labels
         the `TOP` likeliest tokens of each place, and adds `top` (see `labels.batch_of`).
     """
-    merged, place = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
+    merged, call = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
     label = functools.partial(_labels_of, tokens=tokens)
     if not model.features_shown:
-        return {**batch, **label(merged.extend(*place)[0])}
-    seen, _ = merged.hidden(*place, **({"also": layers} if layers else {}))
+        return {**batch, **label(merged.extend(*call)[0])}
+    hidden, _ = merged.hidden(*call, **({"also": layers} if layers else {}))
     # Row by row: a CPU takes longer to allocate the logits of a whole batch than to compute them.
-    found = jax.lax.map(lambda row: label(merged.logits_of(row)), seen[..., : model.features_shown])
-    return {**batch, **found, **({} if layers is None else {"features": seen})}
+    last = hidden[..., : model.features_shown]
+    labelled = {**batch, **jax.lax.map(lambda row: label(merged.logits_of(row)), last)}
+    return labelled if layers is None else {**labelled, "features": hidden}
 
 
 def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Array]:

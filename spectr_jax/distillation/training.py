@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -12,31 +12,26 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from spectr_jax.data import batches
-from spectr_jax.data.packed import PackedRows
 from spectr_jax.distillation import losses
 from spectr_jax.distillation.config import distil_config
 from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
-from spectr_jax.distillation.online import Lessons
+from spectr_jax.distillation.online import OnlineRows
 from spectr_jax.distillation.programs import make_programs
-from spectr_jax.distillation.students import (
-    begin_as_teacher,
-    build,
-    frequent_tokens,
-    parameters,
-    set_head,
-)
+from spectr_jax.distillation.students import build, frequent_tokens, set_head, start_from_embedding
 from spectr_jax.loading.by_name import check_dtype, load, weights_path
 from spectr_jax.models.base import features_shown
+from spectr_jax.models.formats import runs
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.weights import load_weights
-from spectr_jax.training import preparation, runs
-from spectr_jax.training.loop import Task, explained, run
+from spectr_jax.training import preparation
+from spectr_jax.training.loop import explained, run
 from spectr_jax.training.metrics import Curves
 from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts, sharding
-from spectr_jax.utils.config import check_fields, check_positive
+from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest
 
@@ -58,52 +53,48 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     rows = _rows(config, workdir)
     heldout = _heldout(config, rows)
-    if isinstance(rows, Lessons):
+    if isinstance(rows, OnlineRows):
         streams = rows.streams(streams)
     elif len(rows) < streams:
         raise UserError(
             f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
             f"{streams} streams; label more, or lower data.streams"
         )
-    read = {**_digests(rows), "data.heldout": _heldout_digests(heldout, config.data.heldout_rows)}
+    learnt = rows.digests() if isinstance(rows, OnlineRows) else {"data.train": rows.digest()}
+    scored = [digest(labelled.tobytes())[:16] for labelled in heldout.values()]
     with explained(workdir), preparation.locked(workdir):
-        preparation.check_inputs(config, workdir, read)
+        preparation.check_inputs(config, workdir, {**learnt, "data.heldout": scored})
         student = _student(config, workdir, rows)
         shape, tokens = student.shape, student.head_tokens
-        teacher = rows.model if isinstance(rows, Lessons) else None
-        programs = make_programs(config, mesh, shape, tokens, teacher)
-        levels = config.depth if shape.features else 1
-        flops = 6 * parameters(shape) + 12 * shape.layers * shape.width * rows.length
-        task = Task(
-            programs=programs,
-            data=iter(_batches(config, rows, streams)),
-            evaluate=functools.partial(_scores, programs.evaluate, mesh, config, heldout),
+        teacher = rows.model if isinstance(rows, OnlineRows) else None
+        programs = make_programs(config, mesh, shape, tokens, rows.length, teacher)
+        return run(
+            config,
+            workdir,
+            mesh,
+            programs,
+            iter(_batches(config, rows, streams)),
+            initial=functools.partial(_initial_params, config, shape, tokens, rows),
+            score=lambda params: _scores(config, mesh, heldout, programs.evaluate, params),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
-            flops_per_token=levels * flops,
-            given=functools.partial(_given, config, shape, tokens, rows),
         )
-        return run(config, workdir, mesh, task)
 
 
 def _batches(
-    config: ml_collections.ConfigDict, rows: LabelledRows | Lessons, streams: int
+    config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows, streams: int
 ) -> grain.IterDataset:
     place = jax.process_index(), jax.process_count()
-    if isinstance(rows, Lessons):
+    if isinstance(rows, OnlineRows):
         return rows.batches(config.seed, streams, *place)
     return batches.row_batches(rows, batch_of, config.batch_size, config.seed, streams, *place)
 
 
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid config."""
-    check_fields(config, distil_config())
+    preparation.check_shared(config, distil_config())
     check_positive(
-        config,
-        *("steps", "batch_size", "accumulate", "depth", "mesh.fsdp"),
-        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-        *("data.streams", "data.heldout_rows", "data.length", "data.shares"),
-        *("model.layers", "model.width", "model.mlp", "model.heads", "model.kv_heads"),
+        config, "depth", "data.heldout_rows", "data.length", "data.shares", "model.kv_heads"
     )
     if config.data.length < 2:
         raise UserError(
@@ -123,7 +114,6 @@ def check_distil_config(config: ml_collections.ConfigDict) -> None:
             "of lower layers; set online=True"
         )
     check_dtype(config.teacher_dtype)
-    preparation.check_shared(config)
 
 
 def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: int) -> LlamaConfig:
@@ -134,7 +124,7 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
 
 
 def _student(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | Lessons
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | OnlineRows
 ) -> runs.Student:
     """Returns the run's student. It is chosen before the first step and stored in the workdir."""
     # A start that stopped before the run wrote its config may choose another student.
@@ -143,8 +133,8 @@ def _student(
         count = shape.head_tokens or rows.vocab_size
         if config.init and shape.head_tokens:
             # A given head keeps its tokens, whatever tokens these labels prefer.
-            tokens = np.asarray(_begun(config, shape, rows).head.tokens[...])
-        elif isinstance(rows, Lessons):
+            tokens = np.asarray(_initial_student(config, shape, rows).head.tokens[...])
+        elif isinstance(rows, OnlineRows):
             tokens = rows.frequent_tokens(count, config.seed)
         else:
             tokens = frequent_tokens(rows, count)
@@ -160,7 +150,7 @@ def _student(
     return student
 
 
-def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | Lessons:
+def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | OnlineRows:
     """Returns the labels of the run, or the text that its teacher labels, with the counts at the
     start of the run, so that later additions do not change it."""
     counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
@@ -174,21 +164,23 @@ def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledR
         return rows
     if not config.teacher:
         raise UserError("teacher='': must name the model that labels text; give --config.teacher")
-    return Lessons(config, load(config.teacher, config.teacher_dtype), counts)
+    return OnlineRows(config, load(config.teacher, config.teacher_dtype), counts)
 
 
 def _heldout(
-    config: ml_collections.ConfigDict, rows: LabelledRows | Lessons
-) -> Mapping[str, PackedRows]:
-    """Returns the held-out labels by the last part of their folders' names, after checking that
-    they suit `rows` and the student."""
+    config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows
+) -> dict[str, np.ndarray]:
+    """Returns the first `data.heldout_rows` rows of each held-out set, by the last part of its path,
+    after checking that they suit `rows` and the student."""
     opened: dict[str, LabelledRows] = {}
-    heldout: Mapping[str, PackedRows]
-    if isinstance(rows, Lessons):
+    if isinstance(rows, OnlineRows):
         heldout = rows.heldout()
     else:
         opened = {name: open_labels(name) for name in config.data.heldout}
-        heldout = {pathlib.Path(name).name: labelled for name, labelled in opened.items()}
+        heldout = {
+            pathlib.Path(name).name: labelled.first(config.data.heldout_rows)
+            for name, labelled in opened.items()
+        }
     if len(heldout) < len(config.data.heldout):
         raise UserError(
             f"data.heldout={tuple(config.data.heldout)}: has two folders of one name; rename one"
@@ -200,32 +192,22 @@ def _heldout(
                 "label them again"
             )
         check_teacher(name, others.teacher, config.data.train, rows.teacher)
-    every: dict[str, LabelledRows | Lessons] = {config.data.train: rows, **opened}
-    for name, each in every.items():
-        if config.model.features not in (0, each.features):
-            fix = "set it, and model.width, to that" if each.features else "label with --features"
+    every: dict[str, LabelledRows | OnlineRows] = {config.data.train: rows, **opened}
+    for name, source in every.items():
+        if config.model.features not in (0, source.features):
+            fix = "set it, and model.width, to that" if source.features else "label with --features"
             raise UserError(
-                f"model.features={config.model.features}: {name!r} has {each.features} features "
+                f"model.features={config.model.features}: {name!r} has {source.features} features "
                 f"per token; {fix}"
             )
     return heldout
 
 
-def _digests(rows: LabelledRows | Lessons) -> dict[str, Any]:
-    return rows.digests() if isinstance(rows, Lessons) else {"data.train": rows.digest()}
-
-
-def _heldout_digests(heldout: Mapping[str, PackedRows], count: int) -> list[str]:
-    """Returns digests of the first `count` rows of each set, which are scored."""
-    scored = (rows.take(np.arange(min(count, len(rows)))) for rows in heldout.values())
-    return [digest(rows.tobytes())[:16] for rows in scored]
-
-
 def _scores(
-    evaluate: Callable,
-    mesh,
     config: ml_collections.ConfigDict,
-    heldout: Mapping[str, PackedRows],
+    mesh: Mesh,
+    heldout: dict[str, np.ndarray],
+    evaluate: Callable,
     params: Any,
 ) -> dict[str, float]:
     """Returns means over the held-out tokens of each set, by name, and the rejection on the first
@@ -234,12 +216,11 @@ def _scores(
     size = config.batch_size // config.accumulate
     for name, rows in heldout.items():
         sums: dict[str, Any] = {}
-        count = min(len(rows), config.data.heldout_rows)
-        for first in range(0, count, size):
-            taken = rows.take(np.arange(first, min(first + size, count)))
-            padded = np.concatenate([taken, np.zeros(size - len(taken), taken.dtype)])
-            mine = sharding.put_rows(mesh, batch_of(padded[hosts.own_share(size)]))
-            for key, value in evaluate(params, mine).items():
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            padded = np.concatenate([part, np.zeros(size - len(part), part.dtype)])
+            batch = sharding.put_rows(mesh, batch_of(padded[hosts.own_share(size)]))
+            for key, value in evaluate(params, batch).items():
                 sums[key] = sums.get(key, 0.0) + np.asarray(value)
         tokens = sums.pop("tokens")
         means = {key: value / np.maximum(tokens, 1) for key, value in sums.items()}
@@ -253,16 +234,16 @@ def _scores(
     return scores
 
 
-def _given(
+def _initial_params(
     config: ml_collections.ConfigDict,
     shape: LlamaConfig,
     tokens: np.ndarray,
-    rows: LabelledRows | Lessons,
+    rows: LabelledRows | OnlineRows,
 ) -> nnx.State:
     """Returns the initial parameters: those of `config.init`, or random ones with the teacher's
     embedding and, if the student sees features, its head."""
     if config.init:
-        return nnx.state(_begun(config, shape, rows), nnx.Param)
+        return nnx.state(_initial_student(config, shape, rows), nnx.Param)
     name = _teacher(config, rows)
     teacher = load(name, "float32")
     fits = shape.features in (0, features_shown(teacher.model))
@@ -275,16 +256,16 @@ def _given(
     embed, head = (getattr(teacher.model, part, None) for part in ("embed", "head"))
     if isinstance(embed, nnx.Embed):
         table = jnp.asarray(embed.embedding[...], jnp.float32)
-        begin_as_teacher(student, table)
+        start_from_embedding(student, table)
         if shape.features:
-            own = head.kernel[...].T if isinstance(head, nnx.Linear) else table
-            set_head(student, jnp.asarray(own, jnp.float32))
+            untied = head.kernel[...].T if isinstance(head, nnx.Linear) else table
+            set_head(student, jnp.asarray(untied, jnp.float32))
     elif hosts.is_first():
         print(f"{teacher.name!r} has no embedding to start from: the student's is random")
     return nnx.state(student, nnx.Param)
 
 
-def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) -> str:
+def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows) -> str:
     """Returns the teacher's name from the config, or else from the labels."""
     name = config.teacher or rows.teacher.name
     if not name:
@@ -295,8 +276,8 @@ def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | Lessons) ->
     return name
 
 
-def _begun(
-    config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | Lessons
+def _initial_student(
+    config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | OnlineRows
 ) -> Llama:
     """Returns the student that `config.init` names. If it sees only the last hidden state, it is
     extended to `feature_layers`, with the same outputs: the new projection is zero."""

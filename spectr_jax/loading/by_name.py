@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.data.tokenizer import Tokenizer, VocabularyOf
+from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.formats.runs import TOKENIZER, open_run
 from spectr_jax.models.frozen import Trained
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
-from spectr_jax.training.runs import open_run
 from spectr_jax.utils.errors import UserError, check_device, unknown
 from spectr_jax.utils.files import digest, expanded, expanded_with_name, read_json
 
@@ -141,6 +141,11 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
       UserError: `workdir` is not a training workdir, or has no readable checkpoint.
     """
     run = open_run(workdir)
+    tokenizer: AnyTokenizer  # For a student, only the vocabulary of its teacher.
+    if run.student:
+        tokenizer = VocabularyOf(workdir.name, run.student.vocabulary, run.shape.vocab_size)
+    else:
+        tokenizer = Tokenizer(workdir / TOKENIZER)
     graphdef, state = (llama if run.student else transformer).abstract(
         dataclasses.replace(run.shape, dtype=dtype)
     )
@@ -149,13 +154,13 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
         rest = jax.tree.map(lambda _: jnp.asarray(student.head_tokens), rest)
     params = _restored(workdir, nnx.filter_state(state, nnx.Param), best, run.metric)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
-    return Trained(workdir.name, nnx.merge(graphdef, params, rest), run.tokenizer)
+    return Trained(workdir.name, nnx.merge(graphdef, params, rest), tokenizer)
 
 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
+    from spectr_jax.models.formats.checkpoint import Checkpoints
     from spectr_jax.models.weights import check_finite, named_leaves
-    from spectr_jax.training.checkpoint import Checkpoints
 
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")

@@ -1,4 +1,4 @@
-"""Fields of training configs with their defaults. The files in `configs/` start from these."""
+"""Fields of training configs, and the value of each in an older run that lacks it."""
 
 import dataclasses
 
@@ -9,11 +9,13 @@ from spectr_jax.utils.errors import unknown
 
 
 def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
-    """Returns a training config of a ladder model, with the recipe of Flax's LM1B example."""
+    """Returns a training config of a ladder model, with all fields. The files in `configs/` set
+    those that make a recipe."""
     if model not in LADDER:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(
         {
+            "kind": "language_model",
             "seed": 0,
             # A file (or FOLDER/NAME) of weights written by spectr_jax.export; "" for random ones.
             "init": "",
@@ -54,25 +56,3 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
             "keep_checkpoints": 3,
         }
     )
-
-
-def lm1b_config(model: str) -> ml_collections.ConfigDict:
-    """Returns a run of the paper's ladder on an accelerator, with the recipe of Flax's LM1B
-    example and bfloat16 products. All four models share one tokenizer, which the first run
-    trains."""
-    config = train_config(model)
-    config.model.dtype = "bfloat16"
-    config.data.tokenizer = "runs/lm1b/tokenizer.model"
-    return config
-
-
-def open_text_config(model: str) -> ml_collections.ConfigDict:
-    """Returns a short run on open text: no dropout, bfloat16 products, Muon, a cosine to zero.
-
-    The learning rates were tuned with the small models on a CPU; wider models take lower rates.
-    """
-    config = train_config(model)
-    config.model.update(dropout=0.0, dtype="bfloat16")
-    rates = {"draft_2m": 0.04, "draft_6m": 0.025, "draft_20m": 0.018, "target_97m": 0.008}
-    config.optimizer.update(name="muon", schedule="cosine", learning_rate=rates[model])
-    return config

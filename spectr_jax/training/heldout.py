@@ -1,14 +1,13 @@
 """Held-out sentences and a model's loss on them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from spectr_jax.data import batches
-from spectr_jax.data.corpus import Sentences
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.errors import UserError
@@ -23,22 +22,15 @@ class Heldout(NamedTuple):
 
 
 def pack_heldout(
-    sentences: Sentences,
-    tokenizer: Tokenizer,
-    *,
-    first: int,
-    rows: int,
-    length: int,
-    name: str = "",
+    sentences: Iterable[str], tokenizer: Tokenizer, *, rows: int, length: int, name: str = ""
 ) -> Heldout:
-    """Returns those of the `first` sentences that fit rows of `length` tokens, in batches of `rows`
-    rows over all processes. The last batch is padded.
+    """Returns the sentences that fit rows of `length` tokens, in batches of `rows` rows over all
+    processes. The last batch is padded.
 
     Raises:
       UserError: no sentence of the corpus `name` fits.
     """
-    tried = (sentences[index] for index in range(min(first, len(sentences))))
-    kept = [sentence for sentence in tried if len(tokenizer.encode(sentence)) < length]
+    kept = [sentence for sentence in sentences if len(tokenizer.encode(sentence)) < length]
     if not kept:
         raise UserError(
             f"data.heldout={name!r}: no sentence fits {length} tokens; raise model.context"

@@ -11,23 +11,52 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import tqdm
 
+from spectr_jax.utils import hosts
 from spectr_jax.utils.files import lines_of, parse_json, read_text, write_figure, write_whole
+
+SECONDS_BETWEEN_PLOTS = 10
+
+
+class Curves(NamedTuple):
+    """Two metrics to plot and their label."""
+
+    training: str
+    heldout: str
+    label: str
 
 
 class MetricsLog:
-    """Appends JSON lines to `path`, after removing the lines of steps after `first_step`, which a
-    resumed run takes again."""
+    """Appends JSON lines to metrics.jsonl of a workdir, after removing the lines of steps after
+    `first_step`, which a resumed run takes again, and plots `curves` in loss.png.
 
-    def __init__(self, path: pathlib.Path, first_step: int):
-        self._path = path
-        if path.exists():
-            kept = [record for record in read_metrics(path) if record["step"] <= first_step]
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+    Only one process of a run writes.
+    """
+
+    def __init__(self, workdir: pathlib.Path, first_step: int, curves: Curves):
+        self._path, self._plot = workdir / "metrics.jsonl", workdir / "loss.png"
+        self._curves, self._redraw_at = curves, 0.0
+        if hosts.is_first() and self._path.exists():
+            kept = [record for record in read_metrics(self._path) if record["step"] <= first_step]
+            write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        if hosts.is_first():
+            with self._path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def write_scores(self, step: int, scores: dict[str, float], redraw: bool) -> None:
+        """Writes and prints held-out scores, and plots the curves. Unless `redraw`, it plots only
+        every ten seconds, because that takes a fifth of a second."""
+        if not hosts.is_first():
+            return
+        self.write({"step": step, **scores})
+        shown = [f"{name.removeprefix('eval_')} {score:.4g}" for name, score in scores.items()]
+        tqdm.tqdm.write(f"step {step}, held out: {', '.join(shown)}")
+        if redraw or time.monotonic() > self._redraw_at:
+            plot_curves(self._path, self._plot, self._curves)
+            self._redraw_at = time.monotonic() + SECONDS_BETWEEN_PLOTS
 
 
 class Window:
@@ -123,14 +152,6 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return records
-
-
-class Curves(NamedTuple):
-    """Two metrics to plot and their label."""
-
-    training: str
-    heldout: str
-    label: str
 
 
 def plot_curves(metrics: pathlib.Path, path: pathlib.Path, curves: Curves) -> None:

@@ -15,15 +15,17 @@ from flax.traverse_util import flatten_dict
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
+from spectr_jax.models.formats.runs import CONFIG, TOKENIZER
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
-from spectr_jax.training.optimizer import OPTIMIZERS, learning_rate
-from spectr_jax.training.runs import CONFIG, INPUTS, TOKENIZER
+from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest, exclusive, expanded, read_json, write_json, write_whole
 
+INPUTS = "inputs.json"
+"""File with digests of the data that a run reads."""
 # Fields that may change between two starts of a run. Any other change makes it another run. Paths of
 # data may change too, because the digests in INPUTS decide; older runs have none.
 FREE_FIELDS = (
@@ -32,16 +34,15 @@ FREE_FIELDS = (
 )
 POSITIVE_FIELDS = (
     *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-    *("model.layers", "model.width", "model.mlp", "model.heads", "model.context"),
-    *("mesh.fsdp", "accumulate", "data.streams", "data.heldout_sentences"),
+    *("model.layers", "model.width", "model.mlp", "model.heads"),
+    *("mesh.fsdp", "accumulate", "data.streams"),
 )
 
 
 def check_train_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid training config."""
-    check_fields(config, train_config())
-    check_positive(config, *POSITIVE_FIELDS)
-    check_shared(config)
+    check_shared(config, train_config())
+    check_positive(config, "model.context", "data.heldout_sentences")
     model, exits = config.model, config.early_exit
     if not 0.0 <= model.dropout < 1.0:
         raise UserError(f"model.dropout={model.dropout}: must be in [0, 1); 0.1 is common")
@@ -59,9 +60,11 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def check_shared(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` for an invalid field that the configs of language models and of students
-    share."""
+def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict) -> None:
+    """Raises `UserError` if the fields are not those of `defaults`, or for an invalid one of those
+    that the configs of language models and of students share."""
+    check_fields(config, defaults)
+    check_positive(config, *POSITIVE_FIELDS)
     model, optimizer = config.model, config.optimizer
     if model.width % (2 * model.heads):
         raise UserError(
@@ -70,8 +73,9 @@ def check_shared(config: ml_collections.ConfigDict) -> None:
         )
     if model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype={model.dtype!r}: must be 'float32' or 'bfloat16'")
-    if optimizer.name not in OPTIMIZERS:
-        raise unknown("optimizer.name", optimizer.name, OPTIMIZERS)
+    for name, known in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+        if optimizer[name] not in known:
+            raise unknown(f"optimizer.{name}", optimizer[name], known)
     if config.seed < 0:
         raise UserError(f"seed={config.seed}: must be at least 0")
     for name in ("learning_rate", "warmup_steps", "weight_decay", "clip_norm"):
@@ -80,7 +84,6 @@ def check_shared(config: ml_collections.ConfigDict) -> None:
     for name in ("b1", "b2"):
         if not 0 <= optimizer[name] < 1:
             raise UserError(f"optimizer.{name}={optimizer[name]}: must be in [0, 1)")
-    learning_rate(optimizer, config.steps)  # Raises for an unknown schedule.
 
 
 def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
@@ -104,7 +107,7 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
     return streams
 
 
-def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
+def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
     """Returns the parameters that `config.init` names, in float32, or None if it names none.
 
     Raises:
@@ -113,11 +116,12 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
     if not config.init:
         return None
     model, tokenizer_digest = load_weights(expanded(config.init))
-    given = dataclasses.asdict(model.config)
+    stored = dataclasses.asdict(model.config)
     for name, wanted in sorted(config.model.items()):
-        if name not in ("dtype", "dropout") and wanted != given[name]:
+        if name not in ("dtype", "dropout") and wanted != stored[name]:
             raise UserError(
-                f"model.{name}={wanted}: init={config.init!r} has {given[name]}; change one of them"
+                f"model.{name}={wanted}: init={config.init!r} has {stored[name]}; change one of "
+                "them"
             )
     if digest(tokenizer.proto) != tokenizer_digest:
         raise UserError(
@@ -127,11 +131,9 @@ def given_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx
 
 
 def claim_workdir(
-    config: ml_collections.ConfigDict,
-    workdir: pathlib.Path,
-    known: ml_collections.ConfigDict | None = None,
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, defaults: ml_collections.ConfigDict
 ) -> None:
-    """Creates `workdir`. `known` has the defaults of all fields, of a language model if None.
+    """Creates `workdir`. A field that the run in it lacks is newer, and had its value in `defaults`.
 
     Raises:
       UserError: it holds a run of another config, or cannot be created.
@@ -145,9 +147,7 @@ def claim_workdir(
             free.append("data.tfds_dir")
         if (workdir / TOKENIZER).exists():  # `open_tokenizer` compares the content.
             free.append("data.tokenizer")
-        # A field newer than the run had its default.
-        defaults = flatten_dict(to_json(known or train_config()), sep=".")
-        theirs = {**defaults, **flatten_dict(stored, sep=".")}
+        theirs = flatten_dict(to_json(defaults), sep=".") | flatten_dict(stored, sep=".")
         ours = flatten_dict(to_json(config), sep=".")
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in free and ours.get(name) != theirs.get(name):
@@ -174,7 +174,7 @@ def _check_steps(
     if before == config.steps or not 0 < taken < config.steps:
         return
     old, new = (
-        float(learning_rate(config.optimizer, each)(taken)) for each in (before, config.steps)
+        float(learning_rate(config.optimizer, steps)(taken)) for steps in (before, config.steps)
     )
     if not math.isclose(old, new, rel_tol=1e-6):
         raise UserError(
@@ -191,9 +191,9 @@ def _inputs(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def check_inputs(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, found: dict[str, Any]
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, digests: dict[str, Any]
 ) -> None:
-    """Stores in a claimed workdir the digests of what a run reads, by the fields that name it.
+    """Stores in a claimed workdir the `digests` of what a run reads, by the fields that name it.
 
     Those of an earlier start must be equal. A run of an older version has none and gets them.
 
@@ -201,16 +201,16 @@ def check_inputs(
       UserError: the content of an input has changed since the run began.
     """
     # A start that stopped before the run wrote its config may read other text.
-    known = _inputs(workdir) if (workdir / CONFIG).exists() else {}
-    given = flatten_dict(to_json(config), sep=".")
-    for name, digests in found.items():
-        if known.get(name, digests) != digests:
+    before = _inputs(workdir) if (workdir / CONFIG).exists() else {}
+    fields = flatten_dict(to_json(config), sep=".")
+    for name, digest_now in digests.items():
+        if before.get(name, digest_now) != digest_now:
             raise UserError(
-                f"{name}={given[name]!r}: its content has changed since the run in "
+                f"{name}={fields[name]!r}: its content has changed since the run in "
                 f"{str(workdir)!r} began; restore it, or choose a new --workdir"
             )
-    if hosts.is_first() and known != found:
-        write_json(workdir / INPUTS, found)
+    if hosts.is_first() and before != digests:
+        write_json(workdir / INPUTS, digests)
 
 
 @contextlib.contextmanager
@@ -247,7 +247,7 @@ def open_tokenizer(
       UserError: the tokenizer has another vocabulary than the model, or differs from the run's
         earlier one or from that of the packed corpus.
     """
-    own = shared = workdir / TOKENIZER
+    copy = shared = workdir / TOKENIZER
     if config.data.tokenizer:
         shared = expanded(config.data.tokenizer)
     elif config.init:
@@ -257,8 +257,8 @@ def open_tokenizer(
             f"init={config.init!r}: there is no tokenizer at {str(shared)!r}; copy that of the "
             "weights there"
         )
-    if own.exists() and not shared.exists():  # Its folder has moved since the run began.
-        shared = own
+    if copy.exists() and not shared.exists():  # Its folder has moved since the run began.
+        shared = copy
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
     elif hosts.is_first():
@@ -268,7 +268,7 @@ def open_tokenizer(
                 print(f"training a tokenizer of {config.model.vocab_size} pieces: {shared}")
                 sample = sample_sentences(corpus, config.data.tokenizer_sentences, config.seed)
                 train_tokenizer(sample, shared, config.model.vocab_size)
-            elif not own.exists():
+            elif not copy.exists():
                 print(f"using the tokenizer that is there: {shared}")
     hosts.wait_for_all("the tokenizer is there")
     tokenizer = Tokenizer(shared)
@@ -277,12 +277,12 @@ def open_tokenizer(
             f"model.vocab_size={config.model.vocab_size}: {str(shared)!r} has "
             f"{tokenizer.vocab_size} pieces; give that number, or a new path as data.tokenizer"
         )
-    if own.exists() and own.read_bytes() != tokenizer.proto:
+    if copy.exists() and copy.read_bytes() != tokenizer.proto:
         raise UserError(
-            f"{str(shared)!r} is not the tokenizer of the run, {str(own)!r}; restore that one"
+            f"{str(shared)!r} is not the tokenizer of the run, {str(copy)!r}; restore that one"
         )
-    if hosts.is_first() and not own.exists():
-        write_whole(own, tokenizer.proto)
+    if hosts.is_first() and not copy.exists():
+        write_whole(copy, tokenizer.proto)
     return tokenizer
 
 
@@ -298,8 +298,8 @@ def _check_packed(
         )
     if not tokenizer.exists() or digest(tokenizer.read_bytes()) != rows.tokenizer_digest:
         absent = "" if tokenizer.exists() else "there, and should be "
-        own = pathlib.Path(corpus.removeprefix(PACKED_PREFIX)) / "tokenizer.model"
+        packed_with = pathlib.Path(corpus.removeprefix(PACKED_PREFIX)) / TOKENIZER
         raise UserError(
             f"{str(tokenizer)!r} is not {absent}the tokenizer that {corpus!r} was packed with; "
-            f"give data.tokenizer={str(own)!r}"
+            f"give data.tokenizer={str(packed_with)!r}"
         )

@@ -11,25 +11,29 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
-from spectr_jax.training.optimizer import make_optimizer
+from spectr_jax.training.optimizer import learning_rate, make_optimizer
 from spectr_jax.training.step import StepOptions, TrainState, eval_step, init_state, train_step
+from spectr_jax.training.throughput import flops_per_token
 from spectr_jax.utils import sharding
 
 
 class Programs(NamedTuple):
-    """The programs of a run. Each compiles on its first call."""
+    """The programs of a run, each of which compiles on its first call, and what they cost."""
 
     init: Callable  # (key) -> state; the key is consumed.
     step: Callable  # (state, batch) -> state, metrics; the state is donated.
     evaluate: Callable  # (params, batch) -> sums over its tokens, as of `eval_step`.
     like: TrainState  # Abstract arrays with shardings.
+    schedule: optax.Schedule  # Maps the number of steps taken to the next step's learning rate.
+    flops_per_token: int  # Of `step`.
 
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     """Returns the programs of a language model's training config; see `compiled`."""
-    optimizer = make_optimizer(config.optimizer, config.steps)
     shape, exits = TransformerConfig(**config.model), config.early_exit
     options = StepOptions(exits.layer, exits.weight, config.accumulate, config.remat)
+    schedule = learning_rate(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
     graphdef, _ = abstract(shape)
     return compiled(
         mesh,
@@ -37,6 +41,8 @@ def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
         optimizer=optimizer,
         step=functools.partial(train_step, graphdef, optimizer, options),
         evaluate=functools.partial(eval_step, graphdef, exit_layer=options.exit_layer),
+        schedule=schedule,
+        flops_per_token=flops_per_token(shape),
     )
 
 
@@ -47,13 +53,16 @@ def compiled(
     optimizer: optax.GradientTransformation,
     step: Callable,
     evaluate: Callable,
-    given: tuple[Any, ...] = (),
+    schedule: optax.Schedule,
+    flops_per_token: int,
+    teacher: Any = None,
 ) -> Programs:
     """Returns programs whose parameters and optimizer state are placed on `mesh` by
     `sharding.state_sharding`.
 
-    `step` and `evaluate` are as in `Programs`, with the further arguments `given`, such as a
-    teacher's weights, which are replicated. `build` makes a model with random weights.
+    `build` makes a model with random weights. The other arguments are as in `Programs`, except that
+    `step` and `evaluate` take a `teacher` as a third argument if there is one. It is a pytree of
+    arrays, which are replicated.
     """
 
     def init(key):
@@ -61,24 +70,26 @@ def compiled(
         return init_state(build(nnx.Rngs(params_key)), optimizer, run_key)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
-    places = sharding.state_sharding(mesh, shapes)
+    shardings = sharding.state_sharding(mesh, shapes)
     # XLA could place the new state elsewhere, and the second step would compile another program.
-    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     evaluate = jax.jit(evaluate)
-    if given:
-        given = sharding.replicate(mesh, given)
-        step, evaluate = _with(step, given), _with(evaluate, given)
+    if teacher is not None:
+        teacher = sharding.replicate(mesh, teacher)
+        step, evaluate = _with(step, teacher), _with(evaluate, teacher)
     return Programs(
-        init=jax.jit(init, out_shardings=places),
+        init=jax.jit(init, out_shardings=shardings),
         step=step,
         evaluate=evaluate,
         like=jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             shapes,
-            places,
+            shardings,
         ),
+        schedule=schedule,
+        flops_per_token=flops_per_token,
     )
 
 
-def _with(program: Callable, given: tuple[Any, ...]) -> Callable:
-    return lambda state, batch: program(state, batch, *given)
+def _with(program: Callable, teacher: Any) -> Callable:
+    return lambda state, batch: program(state, batch, teacher)

@@ -65,8 +65,8 @@ def summed_loss(
     )
     real = batch["segments"] > 0
     nats = [
-        jnp.sum(real * optax.softmax_cross_entropy_with_integer_labels(each, batch["targets"]))
-        for each in logits
+        jnp.sum(real * optax.softmax_cross_entropy_with_integer_labels(at_exit, batch["targets"]))
+        for at_exit in logits
     ]
     return nats[0], nats[1] if exit_layer else jnp.zeros(()), jnp.sum(real)
 
@@ -87,7 +87,11 @@ def train_step(
 
     def objective(params, part, key):
         nats, exit_nats, _ = summed_loss(
-            nnx.merge(graphdef, params), part, key, options.exit_layer, options.remat
+            nnx.merge(graphdef, params),
+            part,
+            dropout_key=key,
+            exit_layer=options.exit_layer,
+            remat=options.remat,
         )
         exits = {"exit_loss": exit_nats} if options.exit_layer else {}
         return nats + options.exit_weight * exit_nats, {"loss": nats, **exits}

@@ -50,8 +50,10 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def config_hash(config: ml_collections.ConfigDict) -> str:
-    """Returns twelve hex digits that identify the config."""
-    return digest(json.dumps(to_json(config), sort_keys=True).encode())[:12]
+    """Returns twelve hex digits that identify the config. They do not depend on `kind`, which
+    configs of older runs lack."""
+    fields = {name: value for name, value in to_json(config).items() if name != "kind"}
+    return digest(json.dumps(fields, sort_keys=True).encode())[:12]
 
 
 def _same_kind(value: Any, default: Any) -> bool:

@@ -105,7 +105,7 @@ def test_training_runs_on_the_prepared_corpus(prepared, tmp_path):
     given = [f"--config.{name}={value}" for name, value in fields.items()]
     command = [sys.executable, "-m", "spectr_jax.train"]
     result = subprocess.run(
-        [*command, "--config=configs/lm1b/draft_2m.py", *given, f"--workdir={tmp_path / 'run'}"],
+        [*command, "--config=configs/lm1b.py:draft_2m", *given, f"--workdir={tmp_path / 'run'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

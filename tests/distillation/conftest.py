@@ -1,6 +1,8 @@
 """Provides sentences, and a Llama teacher with random weights and a chat template."""
 
+import pathlib
 import random
+import runpy
 
 import pytest
 import tokenizers
@@ -14,6 +16,8 @@ from spectr_jax.models.llama import Llama, LlamaConfig
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
 WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix", "accepts", "emits"]
 LENGTH = 24
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+get_config = runpy.run_path(str(CONFIGS / "distil.py"))["get_config"]
 
 
 def about(teacher, /, **more):

@@ -15,17 +15,17 @@ from flax import nnx
 from spectr_jax import Policy, generate, get_method, load
 from spectr_jax.distillation import labels, losses, online, programs, students, training
 from spectr_jax.distillation import teacher as teaching
-from spectr_jax.distillation.config import online_config
+from spectr_jax.models.formats import runs
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.models.weights import save_weights
-from spectr_jax.training import loop, runs
+from spectr_jax.training import metrics
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.optimizer import learning_rate
 from spectr_jax.utils.errors import Interrupted, UserError
 
-from .conftest import LENGTH, about
+from .conftest import LENGTH, about, get_config
 
 KEPT = 120
 
@@ -36,7 +36,7 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
 
     Its sources are a corpus and a folder of labelled rows.
     """
-    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+    monkeypatch.setattr(metrics, "plot_curves", lambda *_: None)
     (tmp_path / "train.txt").write_text("\n".join(sentences[:150]))
     (tmp_path / "heldout.txt").write_text("\n".join(sentences[150:]))
     labels.claim_folder(tmp_path / "chats", about(teacher))
@@ -46,7 +46,7 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     teaching.write_labels(tmp_path / "chats", texts, 50, teaching.labeller(teacher), row_type)
 
     def make(**changes):
-        made = online_config()
+        made = get_config("online")
         model = {
             "layers": 1,
             "width": 24,
@@ -78,11 +78,11 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
 
 
 def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sentences):
-    made = online.Lessons(config(), teacher)
+    made = online.OnlineRows(config(), teacher)
     chat_rows = len(labels.open_labels(config().data.train.split(",")[1]))
     assert made.streams(8) == 4 and made.counts == (150, chat_rows)
     with pytest.raises(UserError, match=r"data\.train: names 2 sources, and named 1 when"):
-        online.Lessons(config(), teacher, (150,))
+        online.OnlineRows(config(), teacher, (150,))
     data = iter(made.batches(0, 4))
     batch = next(data)
     data.close()
@@ -100,7 +100,7 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
         )
     assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no row"
     assert origins == [["corpus"], ["corpus"], ["corpus"], ["chats"]] * 4
-    found = jax.jit(teaching.taught, static_argnums=2)(made.model, batch, (1,))
+    found = jax.jit(teaching.with_labels, static_argnums=2)(made.model, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
     rows["tokens"], rows["segments"] = batch["inputs"], batch["segments"]
     teaching.labeller(teacher)(rows)
@@ -117,10 +117,10 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
 
 def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
     """The acceptance rate in a training step is sum min(p, q) over the whole vocabulary."""
-    made = online.Lessons(config(), teacher)
+    made = online.OnlineRows(config(), teacher)
     batch = next(iter(made.batches(0, 4)))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
-    labelled = teaching.taught(made.model, batch, (1,), jnp.asarray(tokens))
+    labelled = teaching.with_labels(made.model, batch, (1,), jnp.asarray(tokens))
     place = batch["inputs"], batch["positions"], causal(batch["segments"])
     q = jax.nn.softmax(made.model.merge().extend(*place)[0])
     np.testing.assert_allclose(jnp.exp(labelled["log_probabilities"]), q[..., tokens], atol=1e-5)
@@ -128,18 +128,18 @@ def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
     student = students.build(shape, tokens, nnx.Rngs(3))
     number_of = np.full(made.vocab_size, -1, np.int32)
     number_of[tokens] = np.arange(KEPT)
-    _, seen = programs.places(lambda _: student, jnp.asarray(number_of), 1, None, labelled)
+    _, places = programs.loss_inputs(student, labelled, jnp.asarray(number_of), 1)
     p = jax.nn.softmax(student.head.linear(students.levels(student, labelled, 1)[0]))
     wanted = np.minimum(p, q[..., tokens]).sum(-1)
-    found = jax.vmap(jax.vmap(losses.acceptance))(jax.tree.map(lambda part: part[0], seen))
+    found = jax.vmap(jax.vmap(losses.acceptance))(jax.tree.map(lambda part: part[0], places))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_target_features_of_several_layers_are_projected_and_summed(config, teacher):
     """A student with features of two layers has the same hidden states as a student with one layer
     that gets the projected sum. Both use their own features along a drafted path."""
-    made = online.Lessons(config(), teacher)
-    batch = teaching.taught(made.model, next(iter(made.batches(0, 4))), (1,))
+    made = online.OnlineRows(config(), teacher)
+    batch = teaching.with_labels(made.model, next(iter(made.batches(0, 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
     deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
     deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
@@ -248,7 +248,7 @@ def test_online_training_reads_rows_without_labels(config, teacher, sentences, t
     bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
     assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
     made = [
-        online.Lessons(
+        online.OnlineRows(
             config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}),
             teacher,
         )
@@ -307,7 +307,7 @@ def test_the_content_of_sources_decides_whether_a_run_resumes(
     config, teacher, tmp_path, monkeypatch
 ):
     """Another corpus with the same number of sentences, and another teacher, are refused."""
-    monkeypatch.setattr(training, "run", lambda *_: None)
+    monkeypatch.setattr(training, "run", lambda *_, **__: None)
     monkeypatch.setattr(training, "make_programs", lambda *_: types.SimpleNamespace(evaluate=None))
     folder = tmp_path / "run"
     training.distil(config(), folder)
@@ -331,7 +331,7 @@ def test_the_content_of_sources_decides_whether_a_run_resumes(
 
 def test_a_constant_learning_rate_decays_at_the_end():
     """A lower `steps` moves the decay and changes nothing else."""
-    options = online_config().optimizer
+    options = get_config("online").optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
     long, short = (learning_rate(options, steps) for steps in (200, 100))
     assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(

@@ -1,7 +1,6 @@
 """Tests distillation: its scores are those of decoding, it resumes, and a student can draft."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -18,17 +17,17 @@ from flax import nnx
 from spectr_jax import Policy, export, generate, get_method, load
 from spectr_jax.distillation import labels, programs, students, training
 from spectr_jax.distillation import teacher as teaching
-from spectr_jax.distillation.config import distil_config
 from spectr_jax.loading.by_name import LOADERS
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.formats import runs
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama
-from spectr_jax.training import loop, runs
+from spectr_jax.training import metrics
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.transport import otm
 from spectr_jax.utils.errors import Interrupted, UserError
 
-from .conftest import LENGTH, about
+from .conftest import LENGTH, about, get_config
 
 KEPT = 120
 
@@ -56,7 +55,7 @@ def _write_labels(folder, teacher, sentences):
 @pytest.fixture
 def folder(labelled, all_labels, tmp_path, monkeypatch):
     """Returns a copy of the labels, which a test may change."""
-    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+    monkeypatch.setattr(metrics, "plot_curves", lambda *_: None)
     return shutil.copytree(labelled, tmp_path / "labels")
 
 
@@ -65,7 +64,7 @@ def config(folder):
     """Returns a function that gives the config of a small run with changes."""
 
     def make(**changes):
-        made = distil_config("2m")
+        made = get_config("2m")
         model = {
             "layers": 1,
             "width": 16,
@@ -276,8 +275,9 @@ def test_scores_count_only_paths_where_drafts_are_requested(config, folder, teac
     )
     rows = labels.open_labels(str(folder / "train")).take(np.arange(3))
     rows["drafted"] &= np.random.default_rng(1).random(rows["drafted"].shape) < 0.5
-    see = functools.partial(programs.places, lambda params: params, number_of, 3)
-    found = programs.summed_scores(see, student, labels.batch_of(rows))["tokens"]
+    batch = labels.batch_of(rows)
+    inputs = programs.loss_inputs(student, batch, number_of, 3)
+    found = programs.summed_scores(*inputs, batch)["tokens"]
     wanted = [0, 0, 0]
     for row in rows:
         for at, level in itertools.product(np.flatnonzero(row["segments"]), range(3)):

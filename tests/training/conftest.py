@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from spectr_jax.training import loop
+from spectr_jax.training import loop, metrics
 from spectr_jax.training.config import train_config
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.programs import make_programs
@@ -58,7 +58,7 @@ def _little_but_training(request, monkeypatch):
         return _programs(mesh, steps, *fields.items())
 
     monkeypatch.setattr(loop, "make_programs", shared)
-    monkeypatch.setattr(loop, "plot_curves", lambda *_: None)
+    monkeypatch.setattr(metrics, "plot_curves", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +107,7 @@ def command(fields):
 
     def make(workdir, *flags, **changes):
         given = [f"--config.{name}={value}" for name, value in fields(**changes).items()]
-        entry = [sys.executable, "-m", "spectr_jax.train", "--config=configs/lm1b/draft_2m.py"]
+        entry = [sys.executable, "-m", "spectr_jax.train", "--config=configs/lm1b.py:draft_2m"]
         return [*entry, *given, f"--workdir={workdir}", *flags]
 
     return make

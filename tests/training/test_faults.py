@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.loading.by_name import load
+from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.training import loop
-from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
 from spectr_jax.utils.errors import UserError
@@ -135,7 +135,7 @@ def test_hosts_restore_the_same_step(config, tmp_path, monkeypatch):
         return [value, "cannot be read" if value == "" and given.count("") == 1 else value]
 
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    monkeypatch.setattr("spectr_jax.training.checkpoint.hosts.gather", gather)
+    monkeypatch.setattr("spectr_jax.models.formats.checkpoint.hosts.gather", gather)
     state, _, damaged = checkpoints.restore(loop.make_programs(config(), make_mesh(1)).like)
     checkpoints.close()
     assert (int(state.step), damaged, _saved(tmp_path)) == (8, [12], [6, 8])

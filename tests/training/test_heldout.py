@@ -30,7 +30,7 @@ def test_heldout_scores_equal_those_of_single_sentences(config, tokenizer, rows)
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})
     sentences = open_sentences(run.data.heldout)
     model = Transformer(TransformerConfig(**run.model), rngs=nnx.Rngs(0))
-    heldout = pack_heldout(sentences, tokenizer, first=2_000, rows=rows, length=28)
+    heldout = pack_heldout(sentences, tokenizer, rows=rows, length=28)
     assert all(batch["inputs"].shape == (rows, 28) for batch in heldout.batches)
     score = jax.jit(functools.partial(eval_step, nnx.split(model)[0]))
     ours = evaluate(score, nnx.state(model), heldout, sharding.make_mesh())
@@ -61,7 +61,7 @@ def test_line_ends_and_blank_lines_leave_heldout_data_unchanged(corpus, tokenize
     other = tmp_path / "other.txt"
     other.write_bytes("".join(f"{line}\r\n\r\n  \n" for line in lines).encode())
     packed = [
-        pack_heldout(open_sentences(str(path)), tokenizer, first=2_000, rows=4, length=64)
+        pack_heldout(open_sentences(str(path)), tokenizer, rows=4, length=64)
         for path in (corpus / "heldout.txt", other)
     ]
     assert packed[0].characters == packed[1].characters == sum(len(line) + 1 for line in lines)
@@ -74,4 +74,4 @@ def test_a_context_too_short_for_any_sentence_is_refused(config, tokenizer):
     with pytest.raises(
         UserError, match=r"data.heldout=.*: no sentence fits 2 tokens; raise model.context"
     ):
-        pack_heldout(open_sentences(run.data.heldout), tokenizer, first=9, rows=8, length=2)
+        pack_heldout(open_sentences(run.data.heldout), tokenizer, rows=8, length=2)

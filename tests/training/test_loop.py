@@ -185,7 +185,7 @@ def _nats(model, workdir):
     sentences = open_sentences(config.data.heldout)
     tokenizer = Tokenizer(workdir / "tokenizer.model")
     heldout = pack_heldout(
-        sentences, tokenizer, first=40, rows=config.batch_size, length=config.model.context
+        sentences, tokenizer, rows=config.batch_size, length=config.model.context
     )
     graphdef, params = nnx.split(model)
     score = jax.jit(functools.partial(eval_step, graphdef))

@@ -6,12 +6,15 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_collections
 import pytest
 
 from spectr_jax.data.corpus import open_sentences
+from spectr_jax.models.formats import runs
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import train
 from spectr_jax.training.preparation import open_tokenizer
+from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
 
 
@@ -40,6 +43,20 @@ def test_the_content_of_data_decides_whether_a_run_resumes(config, corpus, tmp_p
     assert set(json.loads((tmp_path / "run/inputs.json").read_text())) == set(new)
 
 
+def test_runs_of_older_versions_have_no_kind_and_are_recognised(config, losses, tmp_path):
+    train(config(), tmp_path / "whole")
+    train(config(steps=7), tmp_path / "run")
+    file = tmp_path / "run/config.json"
+    stored = json.loads(file.read_text())
+    assert stored.pop("kind") == "language_model"
+    file.write_text(json.dumps(stored))
+    assert runs.open_run(tmp_path / "run").student is None
+    train(config(), tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert json.loads(file.read_text())["kind"] == "language_model"
+    assert config_hash(config(steps=7)) == config_hash(ml_collections.ConfigDict(stored))
+
+
 @pytest.mark.parametrize(
     ("schedule", "taken", "steps", "jumps"),
     [
@@ -61,7 +78,7 @@ def test_more_steps_must_not_make_the_learning_rate_jump(
     (tmp_path / "checkpoints" / str(taken)).mkdir(parents=True)
     made.steps = steps
     with pytest.raises(UserError, match=f"steps={steps}: ") if jumps else contextlib.nullcontext():
-        preparation.claim_workdir(made, tmp_path)
+        preparation.claim_workdir(made, tmp_path, made)
 
 
 def test_runs_that_start_together_train_one_tokenizer(config, corpus, tmp_path, monkeypatch):

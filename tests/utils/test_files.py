@@ -8,10 +8,11 @@ from spectr_jax.distillation.labels import open_labels
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
+from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.folder import Folder
 from spectr_jax.models.formats.gguf import GGUF
 from spectr_jax.models.weights import load_weights
-from spectr_jax.training import preparation, runs
+from spectr_jax.training import preparation
 from spectr_jax.training.config import train_config
 from spectr_jax.utils.errors import UserError
 
@@ -45,7 +46,10 @@ def test_a_git_lfs_pointer_is_refused_with_the_fix(tmp_path, name, read):
         ("packed.json", lambda folder: open_corpus(f"packed:{folder}")),
         ("labels.json", lambda folder: open_labels(str(folder))),
         ("config.json", runs.open_run),
-        ("config.json", lambda folder: preparation.claim_workdir(train_config(), folder)),
+        (
+            "config.json",
+            lambda folder: preparation.claim_workdir(train_config(), folder, train_config()),
+        ),
         ("student.json", runs.read_student),
         ("table.json", lambda folder: check_table(eval_config(), folder, "table")),
         ("table.part.jsonl", lambda folder: Journal(folder, "table", eval_config(), [])),

@@ -13,10 +13,10 @@ import safetensors.numpy
 from flax import nnx
 
 from spectr_jax.loading.by_name import _restored
+from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.models.formats.gpt2 import load_gpt2
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
 from spectr_jax.models.weights import check_finite, load_weights, save_weights
-from spectr_jax.training.checkpoint import Checkpoints
 from spectr_jax.utils.errors import UserError
 
 PARTS = {

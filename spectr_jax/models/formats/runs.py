@@ -1,7 +1,4 @@
-"""The contents of a training workdir besides checkpoints: config, model shape and tokenizer.
-
-Reading them needs neither Orbax nor the training code.
-"""
+"""A training workdir: its config, and the shape of its model. `checkpoint.py` has its weights."""
 
 import dataclasses
 import pathlib
@@ -9,15 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import parse_json, read_text, write_json
 
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
-INPUTS = "inputs.json"
-"""Digests of the data that a run reads."""
 BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
 """Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
 the first held-out labels."""
@@ -37,7 +31,6 @@ class Run(NamedTuple):
 
     config: dict[str, Any]  # JSON values.
     shape: TransformerConfig | LlamaConfig
-    tokenizer: AnyTokenizer  # For a student, only the vocabulary of its teacher.
     metric: str  # The metric that the best checkpoint minimises.
     student: Student | None  # None for a language model.
 
@@ -50,17 +43,17 @@ def open_run(workdir: pathlib.Path) -> Run:
     """
     try:
         config = parse_json(read_text(workdir / CONFIG))
-        model = None if "teacher" in config else {**config["model"], "dropout": 0.0}
-        shape = TransformerConfig(**model) if model else None
+        # Older configs have no kind, and only those of students have a teacher.
+        kind = config.get("kind", "student" if "teacher" in config else "language_model")
+        if kind == "language_model":
+            shape = TransformerConfig(**{**config["model"], "dropout": 0.0})
+            return Run(config, shape, BITS, None)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path"
         ) from error
-    if shape is not None:
-        return Run(config, shape, Tokenizer(workdir / TOKENIZER), BITS, None)
     student = read_student(workdir)
-    names = VocabularyOf(workdir.name, student.vocabulary, student.shape.vocab_size)
-    return Run(config, student.shape, names, REJECTION, student)
+    return Run(config, student.shape, REJECTION, student)
 
 
 def read_student(workdir: pathlib.Path) -> Student:

@@ -1,22 +1,23 @@
 """Checkpoints of a run. Only this file uses Orbax.
 
 A checkpoint holds `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and
-`data`, the JSON position in each data stream. It is written under a temporary name and then
+`data`, the JSON position in each data stream. The state of a run is a dataclass whose field `params`
+is the former, and whose other fields are the latter. A checkpoint is written under a temporary name and then
 renamed, so a step is complete or absent.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from spectr_jax.models.formats.runs import BITS
 from spectr_jax.models.weights import named_leaves, with_leaves
-from spectr_jax.training.runs import BITS
-from spectr_jax.training.step import TrainState
 from spectr_jax.utils import hosts
 from spectr_jax.utils.errors import UserError, first_line
 
@@ -25,6 +26,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, ocp.errors.InvalidLayoutErr
 # Raised for a full disk.
 _FAILURES = (*_DAMAGE, RuntimeError)
 TEMPORARY = ".orbax-checkpoint-tmp"
+State = TypeVar("State", bound=Any)
 
 
 class Checkpoints:
@@ -35,7 +37,9 @@ class Checkpoints:
         self.directory, self._metric = directory, metric
         keeping, saving = ocp.training.preservation_policies, ocp.training.save_decision_policies
         best = keeping.BestN(
-            get_metric_fn=lambda found: -found[metric], n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=lambda metrics: -metrics[metric],
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
         self._checkpointer = ocp.training.Checkpointer(
             directory.absolute(),
@@ -71,8 +75,13 @@ class Checkpoints:
         value, step = min(evaluated)
         return step, value
 
+    def would_be_best(self, metrics: dict[str, float]) -> bool:
+        """Returns whether a checkpoint with these metrics would be the `best`."""
+        best = self.best()
+        return best is None or metrics[self._metric] < best[1]
+
     def save(
-        self, state: TrainState, positions: list[Any], metrics: dict[str, float] | None = None
+        self, state: Any, positions: list[Any], metrics: dict[str, float] | None = None
     ) -> None:
         """Starts to save the state, the data positions and `metrics`, after the previous save.
 
@@ -93,7 +102,7 @@ class Checkpoints:
         with self._explained():
             self._checkpointer.wait()
 
-    def restore(self, like: TrainState) -> tuple[TrainState, list[Any], list[int]]:
+    def restore(self, like: State) -> tuple[State, list[Any], list[int]]:
         """Returns the newest readable checkpoint: its state, its data positions, and the unreadable
         steps, which are moved to another folder, so that the run can write them again.
 
@@ -109,7 +118,7 @@ class Checkpoints:
         damaged: list[int] = []
         for step in reversed(steps):
             loaded, reason = self._try(step, wanted)
-            reasons = [each for each in hosts.gather(reason) if each]
+            reasons = list(filter(None, hosts.gather(reason)))
             if not reasons:
                 break
             if step == steps[0]:
@@ -119,7 +128,7 @@ class Checkpoints:
             raise self._none()
         self._set_aside(damaged)
         params = with_leaves(like.params, loaded["params"])
-        state = TrainState(params=params, **with_leaves(rest, loaded["rest"]))
+        state = dataclasses.replace(like, params=params, **with_leaves(rest, loaded["rest"]))
         return state, loaded["data"], damaged
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
@@ -191,5 +200,6 @@ class Checkpoints:
             ) from error
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "opt_state": state.opt_state, "key": state.key}
+def _rest(state: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(state) if field.name != "params"]
+    return {name: getattr(state, name) for name in names}
