@@ -76,8 +76,8 @@ def check_request(
         limit = f"must be less than the target's {target.layers}; give fewer"
         raise UserError(f"layers={method.exit_layer}: {limit}")
     children = method.tree.children_table.shape[1]
-    distinct = method.drafter is None and method.verifier.rule != "iid"
-    if distinct and children > V:
+    rule = method.verifier.rule
+    if rule is not None and rule.distinct and children > V:
         hint = f"but there are {V} tokens; give a narrower tree"
         raise UserError(f"method {method.name!r}: a node has {children} children, {hint}")
     if method.needs_draft:

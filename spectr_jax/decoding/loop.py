@@ -215,7 +215,7 @@ def call(
     draft_policy = policy if draft_policy is None else for_rows(draft_policy, len(loop.lengths))
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     draft_keys, select_keys = fold(keys_B, 2 * loop.step), fold(keys_B, 2 * loop.step + 1)
-    if method.verifier.rule == "race":
+    if method.verifier.rule is not None and method.verifier.rule.shares_key:
         # One race per position decides draft and target: the output does not depend on the draft.
         draft_keys, select_keys = fold(keys_B, 0), fold(keys_B, 0)
 
@@ -318,8 +318,8 @@ def _draft(
     if method.exit_layer:  # The draft temporarily uses the target's cache: it has the same rows.
         draft_lengths_B = drafting.committed_length(loop.lengths)
         cache = dataclasses.replace(loop.target_cache, lengths=draft_lengths_B)
-    assert draft is not None and cache is not None
-    rule = drafting.RULES[method.verifier.rule]
+    rule = method.verifier.rule
+    assert draft is not None and cache is not None and rule is not None
     committed = loop.tokens, loop.lengths, cache, loop.features
     tokens_BxN, p, cache = drafting.draft(keys_B, draft, rule, method.tree, policy, *committed)
     if method.exit_layer:

@@ -26,9 +26,7 @@ from spectr_jax.decoding.verifiers import (
     Traversal,
     Verifier,
 )
-from spectr_jax.decoding.verifiers.from_target import GIVEN
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
-from spectr_jax.transport.kseq_gamma import checked
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils.errors import UserError, unknown
 
@@ -77,7 +75,7 @@ class Method:
             self.verifier.check(self.tree)
         except UserError as error:
             raise UserError(f"{owner}: {error}") from None
-        if (self.verifier.rule == GIVEN) != (self.drafter is not None):
+        if (self.verifier.rule is None) != (self.drafter is not None):
             raise UserError(f"{owner}: a drafter and FromTarget() need each other; give both")
         if self.exit_layer and self.drafter is not None:
             raise UserError(f"{owner}: exit_layer={self.exit_layer} and a drafter; give only one")
@@ -123,8 +121,6 @@ def kseq_gamma(
 
     By default gamma is the number of live drafts, which needs no search.
     """
-    if gamma is not None:
-        checked(gamma)
     verifier = TokenByToken(transport.get("kseq_gamma", gamma=gamma))
     return Method("", _shape(num_drafts, draft_length, tree), verifier)
 

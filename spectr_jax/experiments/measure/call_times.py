@@ -177,7 +177,8 @@ def token_timer(method: Method, vocab_size: int, batch: int) -> Timer:
 def _draft_phase(method: Method, keys_B, tokens_BxT, lengths_B) -> Callable:
     def phase(step, fixed, drafts):
         (model, seen), cache = fixed, drafts.cache
-        keys, rule = _fold(keys_B, step), drafting.RULES[method.verifier.rule]
+        keys, rule = _fold(keys_B, step), method.verifier.rule
+        assert rule is not None
         committed = tokens_BxT, lengths_B, cache, seen
         drafts = drafting.draft(keys, model.merge(), rule, method.tree, Policy(), *committed)
         return drafts._replace(cache=_at(drafts.cache, cache.lengths))
