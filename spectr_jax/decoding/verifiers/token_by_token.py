@@ -61,10 +61,13 @@ class TokenByToken(Verifier):
 
         chosen_at = base.at_nodes(scored, choose)
 
-        def step(walk: _Walk) -> _Walk:
-            return chosen_at(walk.node)
-
         start = _Walk(node=jnp.int32(0), token=jnp.int32(0), alive=jnp.ones((), bool))
-        times = scored.tree.height + 1
-        end = base.repeat(scored, times, lambda walk: walk.alive, step, start, absorbing=True)
+        end = base.repeat(
+            scored,
+            times=scored.tree.height + 1,
+            alive=lambda walk: walk.alive,
+            step=lambda walk: chosen_at(walk.node),
+            state=start,
+            absorbing=True,
+        )
         return base.ending_at(scored, end.node, end.token, base.counts(scored, below))
