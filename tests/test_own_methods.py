@@ -26,6 +26,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
+RULE = re.search(r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[
+    1
+]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
 
 
@@ -37,7 +40,9 @@ def folder(tmp_path):
         line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing.")
     )
     assert "decoding.register(" in method
-    plan = "import lazy\nfrom spectr_jax import transport\n\ntransport.register('lazy', lazy)\n"
+    plan = (
+        "import lazy\nfrom spectr_jax import transport\n\ntransport.register('lazy', lazy.Lazy)\n"
+    )
     (tmp_path / "lazy_chains.py").write_text(plan + method)
     return tmp_path
 
@@ -184,8 +189,16 @@ def test_the_examples_of_contributing_md_pass_their_checks(part, name, monkeypat
     assert name in decoding.methods.METHODS
 
 
+def test_the_drafting_rule_of_contributing_md_passes_its_checks(monkeypatch):
+    assert len(RULE.strip().splitlines()) <= 30
+    monkeypatch.setattr(checks, "GENERATIONS", 24_000)
+    exec(textwrap.dedent(RULE), names := {"__name__": "guide"})
+    drawn = names["plan"].rule.draw(None, np.float32([[0.1, 0.3, 0.6]]), np.array([2]))
+    np.testing.assert_array_equal(drawn, [[2, 1]])
+
+
 def test_a_plan_is_refused_as_a_verifier():
-    with pytest.raises(UserError, match="method 'bad': the verifier is a Plan"):
+    with pytest.raises(UserError, match="method 'bad': the verifier is a KSeq"):
         decoding.Method("bad", decoding.tree.parse("1,2"), transport.get("kseq"))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from spectr_jax import decoding, testing, transport
-from spectr_jax.decoding import drafting
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.testing import methods as checks
@@ -32,9 +31,8 @@ def _registered_here_only(monkeypatch):
 def _lazy(change=("", "")):
     """Registers and returns the plan of the guide, with one string of its code replaced."""
     assert change[0] in EXAMPLE
-    module = types.ModuleType("lazy")
-    exec(EXAMPLE.replace(*change), module.__dict__)
-    transport.register("lazy", module)
+    exec(EXAMPLE.replace(*change), names := {"__name__": __name__})
+    transport.register("lazy", names["Lazy"])
     return transport.get("lazy", w=0.25)
 
 
@@ -54,7 +52,7 @@ WRONG = {
         r"0\.521875, by enumeration of `pmf` 0\.5, off by 0\.0219",
     ),
     "select draws another mixture": (
-        ("jax.random.uniform(coin_key) < w", "jax.random.uniform(coin_key) < 1 - w"),
+        ("jax.random.uniform(coin_key) < self.w", "jax.random.uniform(coin_key) < 1 - self.w"),
         r"`select` does not draw from `pmf` for p = \[0\.25.* and 1 valid drafts \(\d,\): \[.*\] "
         r"in 40,000 draws, `pmf` gives \[.*\], off by 0\.\d+ at token \d \(chi-square: p-value 0\)",
     ),
@@ -66,12 +64,8 @@ WRONG = {
         ("draw(token_key, rest)", "draw(token_key, rest + 0.01)"),
         r"`select` emits token \d, which has probability 0, \d+ of 40000 times for p = ",
     ),
-    "accepted is false for an emitted draft": (
-        ("Choice(token, jnp.any(valid & (drafts == token)))", "Choice(token, couple & accept)"),
-        r"`select` says accepted = False of token \d for p = .* valid drafts",
-    ),
     "pmf returns a number": (
-        ("return w * coupled + (1 - w) * q\n", "return 0\n"),
+        ("return self.w * coupled + (1 - self.w) * q\n", "return 0\n"),
         r"`pmf` returns an array of shape \[\], not \[\d\]",
     ),
     "a matrix product in default precision": (
@@ -89,10 +83,16 @@ def test_check_plan_reports_each_error(case):
         testing.check_plan(_lazy(change))
 
 
-def test_check_nonsense_reports_an_invalid_draft_that_is_accepted():
+def test_check_nonsense_reports_an_invalid_draft_that_is_accepted(monkeypatch):
+    def select(self, key, p, q, drafts, valid):
+        token = original(self, key, p, q, drafts, valid).token
+        return transport.Choice(token, jax.numpy.any(drafts == token))
+
+    plan, original = transport.get("naive"), transport.Plan.select
+    monkeypatch.setattr(transport.Plan, "select", select)
     message = r"`select` says accepted = True of token \d under jit for p = .* usable drafts"
-    with pytest.raises(AssertionError, match=message):
-        testing.check_nonsense(_lazy(("valid & (drafts == token)", "drafts == token")))
+    with pytest.raises(AssertionError, match=f"plan 'naive': {message}"):
+        testing.check_nonsense(plan)
 
 
 class _Late(TokenByToken):
@@ -194,22 +194,38 @@ def test_a_registered_method_accepts_only_its_own_options():
         transport.get("lazy", gamma=1.0)
 
 
-KSEQ = transport.PLANS["kseq"]
+class _NoPMF(transport.Plan):
+    def choose(self, key, p, q, drafts, valid):
+        return drafts[0]
+
+    def exact_acceptance(self, p, q, k):
+        return 1.0
 
 
 @pytest.mark.parametrize(
-    ("name", "functions", "message"),
+    ("name", "plan", "message"),
     [
-        ("kseq", {}, "name='kseq': "),
-        ("mine", {"pmf": None}, "plan 'mine': .*'pmf'"),
-        ("mine", {"DRAFTS": "race_"}, "DRAFTS of plan 'mine': 'race_'; did you mean 'race'"),
+        ("kseq", _NoPMF, "name='kseq': "),
+        ("mine", _NoPMF, "plan 'mine': .*'exact_pmf'"),
+        ("mine", types, "plan 'mine': <module 'types'.*: must be a class that inherits from Plan"),
+        ("mine", dict, "plan 'mine': <class 'dict'>: must be a class that inherits from Plan"),
     ],
 )
-def test_plans_with_taken_names_or_missing_functions_are_refused(name, functions, message):
-    plan = {"select": KSEQ.select, "pmf": KSEQ.pmf, "acceptance": KSEQ.acceptance, **functions}
+def test_taken_names_and_things_that_are_no_plan_are_refused(name, plan, message):
     with pytest.raises(UserError, match=message):
-        transport.register(name, types.SimpleNamespace(**plan))
+        transport.register(name, plan)
     assert "mine" not in transport.PLANS
+
+
+def test_a_function_of_options_can_be_registered_as_a_plan():
+    transport.register("mine", lambda *, half=True: transport.get("kseq_gamma", gamma=1 + half))
+    mine = transport.get("mine", half=False)
+    assert mine == transport.get("kseq_gamma", gamma=1) and mine.name == "mine"
+    with pytest.raises(UserError, match="plan 'mine' has no option 'gamma'; it has half"):
+        transport.get("mine", gamma=1)
+    transport.register("wrong", lambda: "kseq")
+    with pytest.raises(UserError, match="plan 'wrong': its factory returns 'kseq'; return a Plan"):
+        transport.get("wrong")
 
 
 def test_methods_with_taken_names_or_wrong_factories_are_refused():
@@ -217,7 +233,3 @@ def test_methods_with_taken_names_or_wrong_factories_are_refused():
         decoding.register("otm", decoding.METHODS["otm"])
     with pytest.raises(UserError, match=r"factory=Method\("):
         decoding.register("mine", decoding.get_method("baseline"))
-
-
-def test_plans_and_drafting_have_the_same_rules():
-    assert set(transport.RULES) == set(drafting.RULES)

@@ -72,8 +72,8 @@ def check_request(
     asked = f"prompts of {longest} tokens, max_new_tokens={max_new_tokens}"
     check_context(asked, longest + max_new_tokens, target, "lower one of them")
     children = method.tree.children_table.shape[1]
-    distinct = method.drafter.draws and method.verifier.rule != "iid"
-    if distinct and children > V:
+    rule = method.verifier.rule
+    if rule is not None and rule.distinct and children > V:
         hint = f"but there are {V} tokens; give a narrower tree"
         raise UserError(f"method {method.name!r}: a node has {children} children, {hint}")
     if method.needs_draft and draft is None:

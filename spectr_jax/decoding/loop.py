@@ -140,7 +140,7 @@ def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
     fold = jax.vmap(jax.random.fold_in)
     draft_keys, select_keys = (fold(setup.keys, 2 * loop.calls + part) for part in (0, 1))
     spare_keys = fold(select_keys, jnp.full(len(select_keys), SPARE))
-    if setup.verifier.rule == "race":
+    if setup.verifier.rule is not None and setup.verifier.rule.shares_key:
         # One race per position decides draft and target: the output does not depend on the draft.
         draft_keys = select_keys = fold(setup.keys, jnp.zeros_like(loop.calls))
     with jax.named_scope("draft"):

@@ -25,7 +25,6 @@ from spectr_jax.decoding.verifiers import (
     Verifier,
 )
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
-from spectr_jax.transport.kseq_gamma import checked
 from spectr_jax.utils.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
@@ -69,7 +68,7 @@ class Method:
             self.verifier.check(self.tree)
         except UserError as error:
             raise UserError(f"{owner}: {error}") from None
-        if self.tree.size and self.drafter.draws != (self.verifier.rule != "given"):
+        if self.tree.size and self.drafter.draws == (self.verifier.rule is None):
             pair = f"{type(self.verifier).__name__} does not verify drafts of {self.drafter}"
             hint = "use FromTarget() for drafters that do not draw, and only for these"
             raise UserError(f"{owner}: {pair}; {hint}")
@@ -119,8 +118,6 @@ def kseq_gamma(
 
     By default gamma is the number of live drafts, which needs no search.
     """
-    if gamma is not None:
-        checked(gamma)
     verifier = TokenByToken(transport.get("kseq_gamma", gamma=gamma))
     return Method("", _shape(num_drafts, draft_length, tree), verifier)
 

@@ -54,12 +54,14 @@ class ScoredTree:
 
         The draft distribution is looked up by the child: of the nodes that spell the same tokens,
         some may be leaves, where the draft model did not run. It is undefined if `child` is the
-        root, and equals q if a drafter gives the drafts. If the target has no distribution (NaN
-        logits), q is 0 everywhere, and its mass goes to the token -1.
+        root, and equals q if a drafter gives the drafts.
+
+        Both sum to 1, up to rounding, without negative or NaN entries. A model without a
+        distribution (NaN logits) has 0 everywhere; the mass of such a q goes to the token -1.
         """
         q = self.q(node)
-        q = jnp.where(q > 0, q, 0)
-        return (self.p[self._rank_above(child)] if len(self.p) else q), q
+        p = self.p[self._rank_above(child)] if len(self.p) else q
+        return jnp.where(p > 0, p, 0), jnp.where(q > 0, q, 0)
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:
         """Returns [N + 1, N + 1] bool: whether nodes i and j spell the same tokens."""

@@ -31,6 +31,7 @@ from spectr_jax.experiments.measure.replay import can_be_replayed, covering, obs
 from spectr_jax.experiments.planning import prediction, tree_search
 from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree, options_for
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
+from spectr_jax.transport import rules
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
@@ -178,7 +179,10 @@ def _replayed(bench: Bench, method: Method) -> dict[str, float]:
     """
     config, parts = bench.config, _parts(bench.config, method.name)
     # Any plan with this drafting rule will do; the method's own verifier may refuse this tree.
-    plans = {"iid": "otm", "without_replacement": "recursive_without_replacement"}
+    plans: dict[Any, str] = {
+        rules.IID: "otm",
+        rules.WITHOUT_REPLACEMENT: "recursive_without_replacement",
+    }
     verifier = TokenByToken(transport.get(plans[method.verifier.rule]))
     drawn = Method(method.name, covering(part.tree for part in parts.values()), verifier)
     contender = Contender(drawn, bench.drafts[0], observe_replays(tuple(parts.values())))

@@ -19,6 +19,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Contender, Measurement
 from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.loading.by_name import Trained, shape_name
+from spectr_jax.transport import rules
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
@@ -208,7 +209,7 @@ def _chains(row: Contender) -> tuple[int, int]:
 
 def _has_optimum(config: ml_collections.ConfigDict, row: Contender) -> bool:
     """Returns whether alpha*, the optimum for i.i.d. drafts, is measured for the row."""
-    iid = row.draft is not None and row.method.verifier.rule == "iid"
+    iid = row.draft is not None and row.method.verifier.rule == rules.IID
     return iid and config.optimal_acceptance
 
 

@@ -36,6 +36,7 @@ from spectr_jax.experiments.planning import prediction, tree_search
 from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
 from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
 from spectr_jax.loading.by_name import shape_name
+from spectr_jax.transport import rules
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
@@ -217,7 +218,7 @@ def _shapes(
     if cannot_branch(name):
         return {"chain": tree_lib.chain(size)}
     rule, carriers = get_method(name).verifier.rule, acceptance.carriers
-    if carriers and rule == "iid":
+    if carriers and rule == rules.IID:
         length, table = config.draft_length, carriers.get(name, next(iter(carriers.values())))
         extra = [tree_lib.parse(spec) for spec in config.extra_trees]
         shapes = [tree_search.branching_of(tree) for tree in extra if below < tree.size <= size]
@@ -230,7 +231,7 @@ def _shapes(
             for shape in dict.fromkeys([*shapes, best])
         }
     trees = _fixed_shapes(size)
-    if rule != "race" or name not in acceptance.R:
+    if rule != rules.RACE or name not in acceptance.R:
         del trees["chain"]  # One draft per node is speculative decoding.
     if name in acceptance.R:
         trees["optimal"] = tree_search.optimal_tree(acceptance.R[name], size)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.testing import chi_square
-from spectr_jax.transport import race
 from spectr_jax.transport.base import Choice, Plan
-from spectr_jax.transport.enumeration import draft_tuples, emitted_pmf
+from spectr_jax.transport.types import ExactProbs
 from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-9
@@ -74,7 +73,8 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
     """
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
-    shape = np.shape(plan.pmf(p, q, (int(p.argmax()),) * k)) if plan.drafts == "iid" else q.shape
+    drafts, _ = next(plan.rule.sequences(p, k))
+    shape = np.shape(plan.pmf(p, q, drafts))
     if shape != q.shape:
         _fail(plan, f"`pmf` returns an array of shape {list(shape)}, not {list(q.shape)}")
     emitted, accepted = emitted_pmf(plan, p, q, k)
@@ -94,6 +94,16 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
         )
 
 
+def emitted_pmf(plan: Plan, p: ExactProbs, q: ExactProbs, k: int) -> tuple[ExactProbs, float]:
+    """Returns the distribution [V] of the plan's token over all drafts, and its acceptance."""
+    emitted, accepted = np.zeros(len(q)), 0.0
+    for drafts, probability in plan.rule.sequences(p, k):
+        pmf = plan.pmf(p, q, drafts)
+        emitted += probability * pmf
+        accepted += probability * pmf[list(set(drafts))].sum()
+    return emitted, accepted
+
+
 def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
     """Checks that `plan.select` draws from `plan.pmf` and reports correctly what it accepted.
 
@@ -109,12 +119,12 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
         padded[live, valid[live]] = drafts
     keys = jax.random.split(jax.random.key(0), (len(valid), DRAWS))
     pmfs = (jnp.tile(jnp.float32(pmf), (len(valid), 1)) for pmf in (p, q))
-    given, usable = padded, np.ones(keys.shape, bool)
-    if plan.drafts == "race":
-        given, usable = _raced(keys, p, padded, valid)
-    choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, given, valid))
+    of_keys, usable = padded, np.ones(keys.shape, bool)
+    if plan.rule.shares_key:
+        of_keys, usable = _drawn(plan, keys, p, padded, valid)
+    choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, of_keys, valid))
     for live, drafts in enumerate(drawn):
-        tokens, accepted = (each[live][usable[live]] for each in choices)
+        tokens, accepted = (rows[live][usable[live]] for rows in choices)
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"
         _check_tokens(plan, tokens, np.flatnonzero(q), where)
         _check_accepted(plan, tokens, accepted, drafts, where)
@@ -139,8 +149,8 @@ def check_nonsense(plan: Plan) -> None:
     all_drafts, all_valid = rng.integers(-2, WIDEST + 2, shape), rng.random(shape) < 0.7
     keys = jax.random.split(jax.random.key(0), (len(VALID), DRAWS))
     for p, q, drafts, valid in zip(ps, qs, all_drafts, all_valid, strict=True):
-        given = np.repeat(drafts[:, None], DRAWS, axis=1) if plan.drafts == "race" else drafts
-        choices = _choose(plan, keys, jnp.float32(p), jnp.float32(q), given, valid)
+        of_keys = np.repeat(drafts[:, None], DRAWS, axis=1) if plan.rule.shares_key else drafts
+        choices = _choose(plan, keys, jnp.float32(p), jnp.float32(q), of_keys, valid)
         for row, (tokens, accepted) in enumerate(zip(*map(np.asarray, choices), strict=True)):
             these = drafts[row, valid[row]].tolist()
             usable = tuple(x for x in these if 0 <= x < WIDEST and p[row, x] > 0)
@@ -178,13 +188,13 @@ def check_precision(plan: Plan) -> None:
 def _choose(plan: Plan, keys, p, q, drafts, valid) -> Choice:
     """Returns choices [R, D] for keys [R, D], p and q [R, V], drafts [R, k] and valid [R, k].
 
-    In a race each key has its own drafts [R, D, k].
+    If the rule shares its key, each key has its own drafts [R, D, k].
     """
 
     def select(key, *rest):
         return plan.select(jax.random.fold_in(key, 0), *rest)
 
-    many = jax.vmap(select, (0, None, None, 0 if plan.drafts == "race" else None, None))
+    many = jax.vmap(select, (0, None, None, 0 if plan.rule.shares_key else None, None))
     return jax.vmap(many)(keys, p, q, jnp.int32(drafts), valid)
 
 
@@ -193,18 +203,19 @@ def _some_drafts(plan: Plan, p: np.ndarray) -> tuple[list[tuple[int, ...]], np.n
     rng, valid = np.random.default_rng(1), np.array(VALID)
     drawn: list[tuple[int, ...]] = [()]
     for live in range(1, len(valid)):
-        possible = list(draft_tuples(p, live, plan.drafts))
+        possible = list(plan.rule.sequences(p, live))
         drawn.append(possible[rng.choice(len(possible), p=[weight for _, weight in possible])][0])
         valid[live] &= np.cumsum(valid[live]) <= len(drawn[live])
     return drawn, valid
 
 
-@jax.jit
-def _raced(keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
-    """Returns the drafts [R, D, k] of each key's race of p [V], and whether they are `wanted`."""
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(plan: Plan, keys, p, wanted, valid) -> tuple[jax.Array, jax.Array]:
+    """Returns the drafts [R, D, k] that each key draws from p [V], and if they are `wanted`."""
 
     def one(key, wanted, valid):
-        order = race.arrivals(jax.random.fold_in(key, 0), p.astype(jnp.float32), len(valid))
+        p_1xV, counts = p.astype(jnp.float32)[None], np.array(valid.shape)
+        order = plan.rule.draw(jax.random.fold_in(key, 0), p_1xV, counts)[0]
         drafts = jnp.where(valid, order[jnp.cumsum(valid) - 1], wanted)
         return drafts, jnp.all(drafts == wanted)
 

@@ -5,24 +5,9 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from spectr_jax.transport import (
-    greedy,
-    greedy_multipath,
-    kseq,
-    kseq_gamma,
-    maximal,
-    naive,
-    optimal_kseq,
-    otm,
-    otm_lp,
-    race,
-    recursive,
-    recursive_without_replacement,
-    spectr_plus,
-    spectr_plus_plus,
-)
+from spectr_jax.transport import rules
 from spectr_jax.transport.base import Choice, Plan
 from spectr_jax.transport.bounds import (
     harmonic_bound,
@@ -30,99 +15,91 @@ from spectr_jax.transport.bounds import (
     theorem_1_bound,
     total_variation,
 )
-from spectr_jax.transport.types import ExactProbs
+from spectr_jax.transport.greedy import Greedy
+from spectr_jax.transport.greedy_multipath import GreedyMultiPath
+from spectr_jax.transport.kseq import KSeq, KSeqGamma
+from spectr_jax.transport.maximal import Maximal
+from spectr_jax.transport.naive import Naive
+from spectr_jax.transport.optimal_kseq import OptimalKSeq
+from spectr_jax.transport.otm import OTM
+from spectr_jax.transport.otm_lp import OTMLinearProgram
+from spectr_jax.transport.race import Race
+from spectr_jax.transport.recursive import Recursive
+from spectr_jax.transport.recursive_without_replacement import RecursiveWithoutReplacement
+from spectr_jax.transport.spectr_plus_plus import SpecTrPlus, SpecTrPlusPlus
+from spectr_jax.transport.winner import WinnerPlan
 from spectr_jax.utils.errors import UserError, unknown
 
 __all__ = [
     "PLANS",
-    "RULES",
     "Choice",
     "Plan",
-    "PlanFunctions",
+    "WinnerPlan",
     "get",
     "harmonic_bound",
     "optimal_acceptance",
     "register",
+    "rules",
     "theorem_1_bound",
     "total_variation",
 ]
 
-RULES = ("iid", "without_replacement", "race", "greedy")
-"""The ways to draw drafts; see `Plan.drafts`."""
-
-
-@runtime_checkable
-class PlanFunctions(Protocol):
-    """A module, or any object, with the functions of a plan; `Plan` has methods of the same names.
-
-    All take the plan's options as keyword-only arguments with defaults. Two more attributes are
-    optional: `DRAFTS`, one of `RULES`, if the drafts are not i.i.d.; and `win`, if the plan names
-    a winner among them (`spectr_jax.transport.winner`).
-    """
-
-    @property
-    def select(self) -> Callable[..., Choice]: ...
-
-    @property
-    def pmf(self) -> Callable[..., ExactProbs]: ...
-
-    @property
-    def acceptance(self) -> Callable[..., float]: ...
-
-
-PLANS: dict[str, PlanFunctions] = {
-    "maximal": maximal,
-    "naive": naive,
-    "kseq": kseq,
-    "kseq_gamma": kseq_gamma,
-    "spectr+": spectr_plus,
-    "spectr++": spectr_plus_plus,
-    "optimal_kseq": optimal_kseq,
-    "otm": otm,
-    "otm_lp": otm_lp,
-    "greedy_multipath": greedy_multipath,
-    "recursive": recursive,
-    "recursive_without_replacement": recursive_without_replacement,
-    "greedy": greedy,
-    "race": race,
+PLANS: dict[str, Callable[..., Plan]] = {
+    "maximal": Maximal,
+    "naive": Naive,
+    "kseq": KSeq,
+    "kseq_gamma": KSeqGamma,
+    "spectr+": SpecTrPlus,
+    "spectr++": SpecTrPlusPlus,
+    "optimal_kseq": OptimalKSeq,
+    "otm": OTM,
+    "otm_lp": OTMLinearProgram,
+    "greedy_multipath": GreedyMultiPath,
+    "recursive": Recursive,
+    "recursive_without_replacement": RecursiveWithoutReplacement,
+    "greedy": Greedy,
+    "race": Race,
 }
-"""The module of each plan, by name."""
+"""The class of each plan, by name."""
 
 
-def register(name: str, plan: PlanFunctions) -> None:
-    """Adds your own plan under an unused `name`, so that `get(name)` returns it.
+def register(name: str, plan: Callable[..., Plan]) -> None:
+    """Adds your own plan under an unused `name`, so that `get(name, **options)` returns it.
 
     `spectr_jax.testing.check_plan(get(name))` checks that it is exact.
 
+    Args:
+      name: a name that is not taken.
+      plan: a class that inherits from `Plan`, or a function of keyword options that returns a plan.
+
     Raises:
-      UserError: the name is taken, a function is missing, or `DRAFTS` is not one of `RULES`.
+      UserError: the name is taken, or `plan` is neither, or a method is missing.
     """
     if name in PLANS:
         raise UserError(f"name={name!r}: a plan has this name; choose another")
-    for function in ("select", "pmf", "acceptance"):
-        if not callable(getattr(plan, function, None)):
-            raise UserError(f"plan {name!r}: has no function {function!r}; define it")
-    drafts = getattr(plan, "DRAFTS", "iid")
-    if drafts not in RULES:
-        raise unknown(f"DRAFTS of plan {name!r}:", drafts, RULES)
+    if not callable(plan) or (isinstance(plan, type) and not issubclass(plan, Plan)):
+        wanted = "must be a class that inherits from Plan, or a function that returns a Plan"
+        raise UserError(f"plan {name!r}: {plan!r:.60}: {wanted}")
+    for missing in sorted(getattr(plan, "__abstractmethods__", ())):
+        raise UserError(f"plan {name!r}: has no function {missing!r}; define it")
     PLANS[name] = plan
 
 
 def get(name: str, **options: Any) -> Plan:
-    """Returns the plan `name` with `options` bound to its functions.
+    """Returns the plan `name` with `options`.
 
     Raises:
-      UserError: the plan or an option is unknown.
+      UserError: the plan or an option is unknown, or an option is out of range.
     """
     if not isinstance(name, str) or name not in PLANS:
         raise unknown("plan", name, PLANS)
-    plan = PLANS[name]
-    parameters = inspect.signature(plan.select).parameters.values()
-    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    known = inspect.signature(PLANS[name]).parameters
     for option in options:
         if option not in known:
             has = ", ".join(known) or "none"
             raise UserError(f"plan {name!r} has no option {option!r}; it has {has}")
-    functions = plan.select, plan.pmf, plan.acceptance
-    drafts, winner = getattr(plan, "DRAFTS", "iid"), getattr(plan, "win", None)
-    return Plan(name, tuple(sorted(options.items())), functions, drafts, winner)
+    plan = PLANS[name](**options)
+    if not isinstance(plan, Plan):
+        raise UserError(f"plan {name!r}: its factory returns {plan!r:.40}; return a Plan")
+    object.__setattr__(plan, "name", name)  # Plans are frozen, and have the name of their entry.
+    return plan

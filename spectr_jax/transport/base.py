@@ -8,29 +8,22 @@ $$\sum_{x_1, \dots, x_k} P(x_1, \dots, x_k) \ \pi(y \mid x_1, \dots, x_k) = q(y)
 \alpha = P(y = x_i \text{ for some } i).$$
 """
 
+import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from spectr_jax.transport import checks
-from spectr_jax.transport.types import (
-    BoolScalar,
-    Drafts,
-    ExactProbs,
-    FloatScalar,
-    IntScalar,
-    Probs,
-    Valid,
-)
-from spectr_jax.utils.errors import UserError
+from spectr_jax.transport.draws import draw
+from spectr_jax.transport.rules import IID, Rule
+from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, IntScalar, Key, Probs, Valid
 
 T = TypeVar("T")
 
@@ -49,27 +42,46 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A transport plan with its options bound. Equal plans have equal hashes, so jit compiles once.
+class Plan(abc.ABC):
+    """A transport plan. A plan is a frozen dataclass whose fields are its options.
+
+    Equal plans must hash alike, so that jit compiles once. A subclass defines `choose`, `exact_pmf`
+    and `exact_acceptance`, whose arguments are clean: callers have repaired or refused all others.
 
     Attributes:
-      name: as registered.
-      options: sorted (name, value) pairs.
-      functions: the plan's `select`, `pmf` and `acceptance`, without options.
-      drafts: the rule by which the k drafts are drawn from p: "iid"; "without_replacement"; "race",
-        also without replacement, but with the key of `select`; or "greedy", the k - 1 likeliest
-        tokens and one draw from the rest.
-      winner: the plan's `win`, or None if the plan names no winner (`transport/winner.py`).
+      name: as registered; that of the class for a plan that `transport.get` did not return.
+      rule: how the drafts are drawn from p; i.i.d. by default.
     """
 
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    functions: tuple[Callable[..., Choice], Callable[..., ExactProbs], Callable[..., float]]
-    drafts: str = "iid"
-    winner: Callable[..., Any] | None = None
+    name: ClassVar[str]
+    rule: ClassVar[Rule] = IID
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__name__
+
+    @abc.abstractmethod
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        """Returns a token with distribution q, under jit and vmap; consumes `key`.
+
+        Args:
+          key: the key that drew the drafts, if `rule.shares_key`.
+          p: [V] float32 distribution of each draft; 0 everywhere if there is none.
+          q: [V] float32 distribution of the token. If it is 0 everywhere, any token will do.
+          drafts: [k] int32 tokens, in the order in which they were drawn.
+          valid: [k] bool. Other drafts are padding. Without a valid draft the token is drawn from
+            q.
+        """
+
+    @abc.abstractmethod
+    def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+        """Returns the distribution [V] of the token given `drafts`, in float64."""
+
+    @abc.abstractmethod
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        """Returns the probability that the token is among k drafts from p [V], in float64."""
 
     def select(
-        self, key: PRNGKeyArray, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
+        self, key: Key, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
     ) -> Choice:
         """Chooses a token with distribution q.
 
@@ -94,26 +106,14 @@ class Plan:
         checks.check_whole(drafts)
         p, q = jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)
         drafts, valid = jnp.asarray(drafts, jnp.int32), jnp.asarray(valid, bool)
-        if not any(isinstance(each, jax.core.Tracer) for each in (p, q, drafts, valid)):
+        if not any(isinstance(array, jax.core.Tracer) for array in (p, q, drafts, valid)):
             exact, _ = checks.check_distributions(p, q)
-            checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.drafts)
-        p, q, valid = _usable(p, q, drafts, valid)
-        choice = self.functions[0](key, p, q, drafts, valid, **dict(self.options))
-        possible = jnp.any(q > 0)
-        return Choice(jnp.where(possible, choice.token, -1), choice.accepted & possible)
-
-    def win(self, key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Any:
-        """Returns the `Winner` among the drafts (`transport/winner.py`); arguments as in `select`.
-
-        Raises:
-          UserError: the plan names no winner.
-        """
-        if self.winner is None:
-            raise UserError(
-                f"plan={self.name!r}: names no winner; give one that does, such as 'otm'"
-            )
-        p, q, valid = _usable(p, q, drafts, valid)
-        return self.winner(key, p, q, drafts, valid, **dict(self.options))
+            checks.check_drafts(exact, np.asarray(drafts)[np.asarray(valid)], self.rule)
+        p, q = normalised(p), normalised(q)
+        drawn = p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        valid &= drawn > 0
+        token = jnp.where(jnp.any(q > 0), self.choose(key, p, q, drafts, valid), -1)
+        return Choice(token, jnp.any(valid & (drafts == token)))
 
     def pmf(self, p: ArrayLike, q: ArrayLike, drafts: Sequence[int]) -> ExactProbs:
         """Returns the exact distribution [V] of the token given the drafts, in float64.
@@ -123,8 +123,7 @@ class Plan:
             too large for the plan.
         """
         p, q = checks.check_distributions(p, q)
-        drafts = checks.check_drafts(p, drafts, self.drafts)
-        return self.functions[1](p, q, drafts, **dict(self.options))
+        return self.exact_pmf(p, q, checks.check_drafts(p, drafts, self.rule))
 
     def acceptance(self, p: ArrayLike, q: ArrayLike, k: int | float) -> float:
         """Returns the exact probability that the token is among k drafts, in float64.
@@ -133,47 +132,36 @@ class Plan:
           UserError: p or q is not a distribution, k < 1, or the problem is too large for the plan.
         """
         p, q = checks.check_distributions(p, q)
-        return float(self.functions[2](p, q, checks.check_number(k), **dict(self.options)))
+        return float(self.exact_acceptance(p, q, checks.check_number(k)))
 
 
-def _usable(p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> tuple[Probs, Probs, Valid]:
-    """Returns p, q and `valid`, repaired as `Plan.select` says."""
-    p, q = _normalised(p), _normalised(q)
-    drawn = p.at[drafts].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return p, q, valid & (drawn > 0)
-
-
-def _normalised(pmf: Probs) -> Probs:
+def normalised(pmf: Probs) -> Probs:
+    """Returns the positive entries of `pmf` [V], scaled to sum to 1, and 0 for all others."""
     positive = jnp.where(pmf > 0, pmf, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
-def select_by_pmf(
-    pmf: Callable[..., ExactProbs],
-    key: PRNGKeyArray,
-    p: Probs,
-    q: Probs,
-    drafts: Drafts,
-    valid: Valid,
-) -> Choice:
-    """Draws a token from `pmf(p, q, drafts)`, which the host computes; consumes `key`.
+def choose_on_host(
+    plan: Plan, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid
+) -> IntScalar:
+    """Draws a token from the plan's `exact_pmf`, which the host computes; consumes `key`.
 
-    This is the `select` of plans for analysis. It calls back to the host for each choice, so it is
+    This is the `choose` of plans for analysis. It calls back to the host for each choice, so it is
     for small vocabularies.
     """
 
     def on_host(*arrays: ArrayLike) -> Float[np.ndarray, " vocab"]:
-        p, q, drafts, valid = (np.asarray(each) for each in arrays)
+        p, q, drafts, valid = (np.asarray(array) for array in arrays)
         p, q = p.astype(np.float64), q.astype(np.float64)
         if not (valid.any() and q.any()):
             return q.astype(np.float32)
-        return pmf(p / p.sum(), q / q.sum(), tuple(drafts[valid].tolist())).astype(np.float32)
+        tokens = tuple(drafts[valid].tolist())
+        return plan.exact_pmf(p / p.sum(), q / q.sum(), tokens).astype(np.float32)
 
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
-    token = draw(key, or_else(jnp.where(q > 0, weights, 0), q))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return draw(key, or_else(jnp.where(q > 0, weights, 0), q))
 
 
 def cached(function: Callable[..., T]) -> Callable[..., T]:
@@ -184,46 +172,6 @@ def cached(function: Callable[..., T]) -> Callable[..., T]:
         return function(np.frombuffer(p), np.frombuffer(q), *rest)
 
     return lambda p, q, *rest: of_bytes(p.tobytes(), q.tobytes(), *rest)
-
-
-def draw(key: PRNGKeyArray, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
-    """Returns tokens of the given `shape`, drawn in proportion to `weights` [V]; consumes `key`.
-
-    Inverts the cumulative sum in two stages, first for a block of tokens and then within it, so
-    that nothing of size V is scanned. It needs one uniform per token; the Gumbel trick needs V. A
-    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, the last token is
-    drawn.
-
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So each draw
-    uses 32 random bits: 23 choose the block, and nine refine the place within it.
-    """
-    V = weights.shape[-1]
-    width = math.isqrt(V - 1) + 1
-    blocks = jnp.pad(weights, (0, -V % width)).reshape(-1, width)
-    sums = jnp.sum(blocks, axis=1)
-    before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
-
-    def draw_one(bits: UInt[Array, ""]) -> IntScalar:
-        level, refined = (bits >> 9) * before[-1] * 2.0**-23, (bits & 511) * before[-1] * 2.0**-32
-        block = _invert(before[1:], sums, level)
-        token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block] + refined)
-        return jnp.minimum(block * width + token, V - 1).astype(jnp.int32)
-
-    bits = jax.random.bits(key, shape, jnp.uint32)
-    return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
-
-
-def _invert(
-    cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar
-) -> IntScalar:
-    """Returns the first index of positive weight whose cumulative sum exceeds `level`.
-
-    If no sum does, returns the last index of positive weight.
-    """
-    positive = weights > 0
-    reached = positive & (cumulative > level)
-    last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
-    return jnp.where(jnp.any(reached), jnp.argmax(reached), last)
 
 
 def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
+from spectr_jax.transport.rules import Rule
 from spectr_jax.transport.types import ExactProbs
 from spectr_jax.utils.errors import UserError
 
@@ -56,12 +57,12 @@ def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
 
 
 def check_drafts(
-    p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: str
+    p: ExactProbs, drafts: Sequence[int] | Int[np.ndarray, " k"], rule: Rule
 ) -> tuple[int, ...]:
     """Returns the drafts as a tuple.
 
     Raises:
-      UserError: there is no draft, or the drafts cannot come from p by `rule` (`Plan.drafts`).
+      UserError: there is no draft, or the drafts cannot come from p by `rule`.
     """
     check_whole(drafts)
     drafts = tuple(int(draft) for draft in drafts)
@@ -73,13 +74,5 @@ def check_drafts(
             raise UserError(f"draft={draft}: is outside 0..{last}; use the tokenizer of p")
         if p[draft] == 0:
             raise UserError(f"draft={draft}: has p = 0; give drafts that were drawn from p")
-    if rule != "iid" and len(set(drafts)) < len(drafts):
-        raise UserError(f"drafts={drafts}: a token is repeated; give distinct drafts to this plan")
-    likeliest = list(drafts[:-1])
-    if (
-        rule == "greedy"
-        and likeliest
-        and min(p[likeliest]) < max(np.delete(p, likeliest), default=0)
-    ):
-        raise UserError(f"drafts={drafts}: all but the last must be the likeliest; draft greedily")
+    rule.check(p, drafts)
     return drafts

@@ -7,39 +7,31 @@ So the optimum is Algorithm 1 with p' as the draft distribution, and
 $$\alpha = q(H) + \sum_x \min(p'(x), q(x)).$$
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, draw, or_else, without
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
-from spectr_jax.transport.winner import winner_accepted_pmf
-
-DRAFTS = "greedy"
+from spectr_jax.transport import rules
+from spectr_jax.transport.base import without
+from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`. The last valid draft is the random one."""
-    accept_key, residual_key = jax.random.split(key)
-    index = jnp.arange(len(drafts))
-    last = jnp.max(jnp.where(valid, index, -1))
-    rest = p.at[jnp.where(valid & (index < last), drafts, len(p))].set(0, mode="drop")
-    total, draft = jnp.sum(rest), drafts[last]
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    # Division first: in float32 a product with a small mass may be 0.
-    accepted = (last >= 0) & (uniforms[last] * (rest[draft] / total) < q[draft])
-    residual = jnp.where((last >= 0) & (total > 0), or_else(jnp.maximum(q - rest / total, 0), q), q)
-    token = jnp.where(accepted, draft, draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+class Greedy(WinnerPlan):
+    """The last valid draft, which is the random one, is the winner."""
 
+    rule = rules.GREEDY
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return winner_accepted_pmf(q, without(p, drafts[:-1]), drafts[-1:], np.ones(1))
+    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+        index = jnp.arange(len(drafts))
+        last = jnp.max(jnp.where(valid, index, -1))
+        rest = p.at[jnp.where(valid & (index < last), drafts, len(p))].set(0, mode="drop")
+        # Division first: in float32 a product with a small mass may be 0.
+        return Winner(last, rest / jnp.sum(rest))
 
+    def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
+        return np.eye(len(drafts))[-1], without(p, drafts[:-1])
 
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    likeliest = np.argsort(-p, kind="stable")[: k - 1]
-    return float(np.minimum(without(p, likeliest), q).sum() + q[likeliest[p[likeliest] > 0]].sum())
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        likeliest = np.argsort(-p, kind="stable")[: k - 1]
+        accepted = np.minimum(without(p, likeliest), q).sum()
+        return float(accepted + q[likeliest[p[likeliest] > 0]].sum())

@@ -12,63 +12,46 @@ that of `otm`. It is made for block verification along the path of winners (`gbv
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport import otm
-from spectr_jax.transport.base import Choice
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
-from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
+from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`."""
-    return select_winner(win, key, p, q, drafts, valid)
-
-
-def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """Returns the winner; see `Plan.win`.
+class GreedyMultiPath(WinnerPlan):
+    """The draft of highest q / p wins.
 
     Ties are broken at random; for large V, ratios that agree to six bits count as ties.
     """
-    cells = otm.cells_of(p, q, len(drafts))
-    phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
-    height = jnp.where(valid, cells.of_token[drafts], -1)
-    tie = jax.random.uniform(key, drafts.shape)
-    highest = jnp.argmax(jnp.where(height == jnp.max(height), tie, -1))
-    return Winner(highest, p * phi[cells.of_token])
 
+    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+        cells = otm.cells_of(p, q, len(drafts))
+        phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
+        tie = jax.random.uniform(key, drafts.shape)
+        index = otm.highest(cells.of_token[drafts], valid, tie)
+        return Winner(index, p * phi[cells.of_token])
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    cells = otm.exact_cells(p, q)
-    wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
-    return winner_accepted_pmf(q, _winner_pmf(p, q, cells, len(drafts)), drafts, wins)
+    def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
+        cells = otm.exact_cells(p, q)
+        wins = highest_wins(np.eye(len(cells.p))[cells.of_token[list(drafts)]])
+        return wins, p * otm.winner_pmf(cells.p, cells.q, len(drafts)).phi[cells.of_token]
 
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    It includes the probability that the residual equals a draft of a lower ratio.
-    """
-    cells = otm.exact_cells(p, q)
-    g = _winner_pmf(p, q, cells, k)
-    residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
-    if residual.sum() == 0:
-        return 1.0
-    head = np.cumsum(cells.p)
-    below = (head - cells.p)[cells.of_token]
-    head = head[cells.of_token]
-    hit = 0.0
-    for y in np.flatnonzero(rejected):
-        # P(z is not a draft | y wins), for each z of a lower ratio. A z of the same ratio has no
-        # residual.
-        absent = np.maximum(head[y] - p, 0) ** k - np.maximum(below[y] - p, 0) ** k
-        absent = absent * p[y] / cells.p[cells.of_token[y]] / g[y]
-        lower = cells.of_token < cells.of_token[y]
-        hit += rejected[y] * np.sum((residual / residual.sum() * (1 - absent))[lower])
-    return float(np.minimum(g, q).sum() + hit)
-
-
-def _winner_pmf(p: ExactProbs, q: ExactProbs, cells: otm.Cells, k: int) -> ExactProbs:
-    g: ExactProbs = p * otm.winner_pmf(cells.p, cells.q, k).phi[cells.of_token]
-    return g
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        # It includes the probability that the residual equals a draft of a lower ratio.
+        cells = otm.exact_cells(p, q)
+        g = p * otm.winner_pmf(cells.p, cells.q, k).phi[cells.of_token]
+        residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
+        if residual.sum() == 0:
+            return 1.0
+        head = np.cumsum(cells.p)
+        below = (head - cells.p)[cells.of_token]
+        head = head[cells.of_token]
+        hit = 0.0
+        for y in np.flatnonzero(rejected):
+            # P(z is not a draft | y wins), for each z of a lower ratio. A z of the same ratio has no
+            # residual.
+            absent = np.maximum(head[y] - p, 0) ** k - np.maximum(below[y] - p, 0) ** k
+            absent = absent * p[y] / cells.p[cells.of_token[y]] / g[y]
+            lower = cells.of_token < cells.of_token[y]
+            hit += rejected[y] * np.sum((residual / residual.sum() * (1 - absent))[lower])
+        return float(np.minimum(g, q).sum() + hit)

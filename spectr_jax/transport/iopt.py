@@ -15,12 +15,13 @@ For an empty subset the paper sets u_i = u_(i-1). But there the draft is always 
 file uses u_i = 0.
 """
 
+import abc
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from spectr_jax.transport.base import exact_residual
+from spectr_jax.transport.base import Plan, exact_residual
 from spectr_jax.transport.types import ExactProbs
 
 NEGLIGIBLE = 1e-12
@@ -41,6 +42,20 @@ class Stages(NamedTuple):
 
     alphas: Float[np.ndarray, " k"]
     subsets: Subsets
+
+
+class SequentialPlan(Plan):
+    """A plan that tries the drafts in turn. A subclass defines `choose` and `stages`."""
+
+    @abc.abstractmethod
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> Stages:
+        """Returns the stages for k drafts from p [V], in float64."""
+
+    def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+        return pmf(p, q, drafts, self.stages(p, q, len(drafts)))
+
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        return acceptance(p, q, self.stages(p, q, k))
 
 
 def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:

@@ -17,16 +17,19 @@ This form never divides by a number that may be 0. It gives exactly gamma = S = 
 (Algorithm 1), and gamma = k for disjoint supports. `kseq_gamma` is the same plan at another gamma.
 """
 
+import dataclasses
+import numbers
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from spectr_jax.transport import iopt
-from spectr_jax.transport.base import Choice, draw, or_else
-from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.base import or_else
+from spectr_jax.transport.draws import draw
+from spectr_jax.transport.types import Drafts, ExactProbs, FloatScalar, IntScalar, Key, Probs, Valid
+from spectr_jax.utils.errors import UserError
 
 STEPS = 12
 """The number of Newton steps, each a pass over the vocabulary. On 1,500 varied pairs, 10 steps gave
@@ -36,39 +39,59 @@ k = 64; `sequential` corrects this."""
 _Bracket: TypeAlias = tuple[FloatScalar, FloatScalar, FloatScalar]
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`."""
-    return sequential(key, p, q, drafts, valid, optimal_gamma(p, q, jnp.sum(valid), len(drafts)))
+class KSeq(iopt.SequentialPlan):
+    """K-SEQ at gamma*, where its acceptance is highest."""
+
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        gamma = optimal_gamma(p, q, jnp.sum(valid), len(drafts))
+        return sequential(key, p, q, drafts, valid, gamma)
+
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
+        return _stages(q, k, optimal_gamma_exact(p, q, k))
 
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    k = len(drafts)
-    return iopt.pmf(p, q, drafts, stages(q, k, optimal_gamma_exact(p, q, k)))
+@dataclasses.dataclass(frozen=True)
+class KSeqGamma(iopt.SequentialPlan):
+    """K-SEQ at a given gamma.
 
+    Attributes:
+      gamma: at least 1; a value below gamma* is replaced by gamma*. None stands for the number of
+        drafts, which is valid for all p and q and needs no search.
 
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    It is p_acc of Theorem 2, plus the probability that the residual equals a rejected draft.
+    Raises:
+      UserError: gamma is less than 1, or infinite in float32.
     """
-    return iopt.acceptance(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
+
+    gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        gamma, most = self.gamma, float(np.finfo(np.float32).max)
+        if gamma is None or (isinstance(gamma, numbers.Real) and 1 <= gamma <= most):
+            return
+        raise UserError(f"gamma={gamma!r}: must be at least 1; give one in [1, k], or None for k")
+
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        k = jnp.sum(valid)
+        if self.gamma is None:
+            gamma = jnp.maximum(k, 1).astype(p.dtype)
+        else:
+            gamma = jnp.maximum(self.gamma, optimal_gamma(p, q, k, len(drafts)))
+        return sequential(key, p, q, drafts, valid, gamma)
+
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
+        gamma = k if self.gamma is None else max(self.gamma, optimal_gamma_exact(p, q, k))
+        return _stages(q, k, gamma)
 
 
-def accept_probability(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns p_acc of Theorem 2 at gamma*, in float64: the probability that a draft passes."""
-    return iopt.accept_probability(p, q, stages(q, k, optimal_gamma_exact(p, q, k)))
-
-
-def stages(q: ExactProbs, k: int, gamma: float) -> iopt.Stages:
+def _stages(q: ExactProbs, k: int, gamma: float) -> iopt.Stages:
     """Returns Algorithm 2 in the form of SpecTr++: each alpha is 1 / gamma, for all tokens."""
     return iopt.Stages(np.full(k, 1 / gamma), np.ones((k, len(q)), bool))
 
 
 def sequential(
-    key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar
-) -> Choice:
-    """Chooses a token by SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
+    key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid, gamma: float | FloatScalar
+) -> IntScalar:
+    """Returns a token, chosen by SpecTr's Algorithm 2 at any gamma >= gamma*; consumes `key`.
 
     Below gamma* the drafts would pass too often: S_k > gamma. If the search ends slightly below
     gamma*, the drafts may pass only with probability gamma / S_k, which keeps the plan exact.
@@ -81,8 +104,7 @@ def sequential(
     passes = valid & (uniforms[:-1] * gamma * p[drafts] < q[drafts])
     passes &= uniforms[-1] * total < gamma
     residual = or_else(jnp.maximum(q - shared * jnp.minimum(total, gamma), 0), q)
-    token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    return jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
 
 
 def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
@@ -104,8 +126,8 @@ def optimal_gamma(p: Probs, q: Probs, k: IntScalar, most: int) -> FloatScalar:
 
     one = jnp.ones((), p.dtype)
     start = one, one, jnp.maximum(k.astype(p.dtype), one)
-    found: FloatScalar = jax.lax.fori_loop(0, STEPS, step, start)[0]
-    return found
+    gamma: FloatScalar = jax.lax.fori_loop(0, STEPS, step, start)[0]
+    return gamma
 
 
 def optimal_gamma_exact(p: ExactProbs, q: ExactProbs, k: int) -> float:

@@ -10,32 +10,21 @@ If there are several drafts, only the first valid one is used.
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
-from spectr_jax.transport.winner import Winner, select_winner, winner_accepted_pmf
+from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan
 
 
-def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """Returns the first valid draft as the winner; see `Plan.win`."""
-    return Winner(jnp.argmax(valid), p)
+class Maximal(WinnerPlan):
+    """Maximal coupling: the first valid draft is the winner."""
 
+    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+        return Winner(jnp.argmax(valid), p)
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token by SpecTr's Algorithm 1; see `Plan.select`."""
-    return select_winner(win, key, p, q, drafts, valid)
+    def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
+        return np.eye(len(drafts))[0], p
 
-
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return winner_accepted_pmf(q, p, drafts[:1], np.ones(1))
-
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    It is 1 - TV(p, q), plus the probability that the residual equals one of the k - 1 other drafts.
-    """
-    overlap = np.minimum(p, q).sum()
-    return float(overlap + np.sum(np.maximum(q - p, 0) * (1 - (1 - p) ** (k - 1))))
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        # 1 - TV(p, q), plus the probability that the residual equals one of the k - 1 other drafts.
+        overlap = np.minimum(p, q).sum()
+        return float(overlap + np.sum(np.maximum(q - p, 0) * (1 - (1 - p) ** (k - 1))))

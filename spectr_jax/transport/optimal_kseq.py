@@ -12,30 +12,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, PRNGKeyArray
+from jaxtyping import Bool
 
 from spectr_jax.transport import iopt
-from spectr_jax.transport.base import Choice, cached, select_by_pmf
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.transport.base import cached, choose_on_host
+from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 40
 """The largest number of binary variables, V * k. More take hours."""
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token, for tiny vocabularies; see `Plan.select`."""
-    return select_by_pmf(pmf, key, p, q, drafts, valid)
+class OptimalKSeq(iopt.SequentialPlan):
+    """The best sequential plan, for tiny vocabularies."""
 
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        return choose_on_host(self, key, p, q, drafts, valid)
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return iopt.pmf(p, q, drafts, _search(p, q, len(drafts)))
-
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    return iopt.acceptance(p, q, _search(p, q, k))
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
+        return _search(p, q, k)
 
 
 @cached

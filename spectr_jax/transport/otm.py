@@ -41,18 +41,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
-from spectr_jax.transport.base import Choice, product
-from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, Number, Probs, Valid
-from spectr_jax.transport.winner import Winner, highest_wins, select_winner, winner_accepted_pmf
+from spectr_jax.transport.base import product
+from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, Key, Number, Probs, Valid
+from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
 
 SORTED = 256
 """Largest vocabulary that `select` sorts. Tokens of exactly equal ratio then share a cell."""
 BITS, OCTAVES = 6, 16
 """For larger vocabularies an octave of the ratio has 2^BITS cells. The lowest cell extends to 0,
 and the highest to infinity."""
-MOST = 64
+LARGEST_K = 64
 """Largest number of drafts in `acceptance` under jit."""
 
 
@@ -106,38 +106,41 @@ class Matching(NamedTuple):
     phi: Float[Array, " cells"]
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`."""
-    return select_winner(win, key, p, q, drafts, valid)
+class OTM(WinnerPlan):
+    """The optimal plan for i.i.d. drafts."""
+
+    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+        cells = cells_of(p, q, len(drafts))
+        winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
+        rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
+        level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
+        final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
+        return Winner(highest(final, valid, tie), p * rho)
+
+    def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
+        cells, winner, moves = _exact(p, q, len(drafts))
+        wins = highest_wins(moves[cells.of_token[list(drafts)]])
+        return wins, p * winner.rho[cells.of_token]
+
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        return float(acceptance(p, q, k))
 
 
-def win(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
-    """Returns the winner, by steps 1 to 3; see `Plan.win`."""
-    cells = cells_of(p, q, len(drafts))
-    winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
-    rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
-    level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
-    final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
-    final = jnp.where(valid, final, -1)
-    return Winner(jnp.argmax(jnp.where(final == jnp.max(final), tie, -1)), p * rho)
-
-
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    cells, winner, moves = _exact(p, q, len(drafts))
-    wins = highest_wins(moves[cells.of_token[list(drafts)]])
-    return winner_accepted_pmf(q, p * winner.rho[cells.of_token], drafts, wins)
+def highest(cells: Drafts, valid: Valid, tie: Float[Array, " k"]) -> Int[Array, ""]:
+    """Returns the index of the valid draft in the highest cell; ties go to the largest `tie`."""
+    cells = jnp.where(valid, cells, -1)
+    return jnp.argmax(jnp.where(cells == jnp.max(cells), tie, -1))
 
 
 def acceptance(
     p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number
 ) -> Float[AnyArray, ""]:
-    """Returns alpha_k = 1 - D, the largest acceptance of any plan; see `Plan.acceptance`.
+    """Returns alpha_k = 1 - D, the largest acceptance of any plan.
 
     NumPy arrays give the exact value in float64. JAX arrays give float32 under jit, for a traced k
-    of at most `MOST`; for large V the cells round it slightly.
+    of at most `LARGEST_K`; for large V the cells round it slightly.
     """
-    cells = cells_of(p, q, MOST) if isinstance(p, jax.Array) else exact_cells(p, q)
+    cells = cells_of(p, q, LARGEST_K) if isinstance(p, jax.Array) else exact_cells(p, q)
     alpha = 1 - winner_pmf(cells.p, cells.q, k).rejection
     return alpha * (alpha > 0)  # Rounding can make it slightly negative.
 
@@ -229,6 +232,7 @@ def moved(
     given, taken = matching.sums
     mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
     # On a GPU a comparison with all cells is one kernel. On a CPU a binary search does less work.
+    # `lax.platform_dependent` would be a conditional, which makes the host wait.
     method = "scan_unrolled" if jax.default_backend() == "cpu" else "compare_all"
     search = functools.partial(jnp.searchsorted, method=method)
     partner = jnp.where(gives, search(taken, mass), search(given, mass))

@@ -12,36 +12,31 @@ The plan is for analysis: SciPy's HiGHS solves the program in float64 on the hos
 import math
 
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
-from spectr_jax.transport.base import Choice, cached, exact_residual, select_by_pmf
+from spectr_jax.transport.base import Plan, cached, choose_on_host, exact_residual
 from spectr_jax.transport.iopt import minimise
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 1_000_000
 """The largest number of variables. More take minutes and gigabytes."""
 
 
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token, for small vocabularies; see `Plan.select`."""
-    return select_by_pmf(pmf, key, p, q, drafts, valid)
+class OTMLinearProgram(Plan):
+    """OTM-k by linear programming, for small vocabularies."""
 
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        return choose_on_host(self, key, p, q, drafts, valid)
 
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    _, pmfs, residual = _solve(p, q, len(drafts))
-    accepted = pmfs[frozenset(drafts)]
-    result: ExactProbs = accepted + (1 - accepted.sum()) * residual
-    return result
+    def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+        _, pmfs, residual = _solve(p, q, len(drafts))
+        accepted = pmfs[frozenset(drafts)]
+        pmf: ExactProbs = accepted + (1 - accepted.sum()) * residual
+        return pmf
 
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`.
-
-    It is the value of the program, because the residual of an optimal plan never equals a draft.
-    """
-    return _solve(p, q, k)[0]
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        # The value of the program: the residual of an optimal plan never equals a draft.
+        return _solve(p, q, k)[0]
 
 
 def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:

@@ -8,24 +8,23 @@ $$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i}.$$
 
 So the token is a draw from q that does not depend on p, and it is often one of the drafts
 (Gumbel-max with common random numbers; Poisson functional representation). A rejection needs no
-second draw. `select` must be given the key with which `arrivals` drew the drafts.
+second draw. `choose` must be given the key that drew the drafts (`rules.Race`).
 
 The exact pmf follows from the clocks given the token. Let y win the race of q at time u ~ Exp(1).
 In the race of p, y arrives at r_y u with r = q / p, and every other token i arrives at rate p_i
 from time r_i u on.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Float, Int
 
-from spectr_jax.transport.base import Choice
-from spectr_jax.transport.enumeration import probability_in_order
-from spectr_jax.transport.types import Drafts, ExactProbs, Probs, Valid
+from spectr_jax.transport import rules
+from spectr_jax.transport.base import Plan
+from spectr_jax.transport.draws import scores
+from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
 from spectr_jax.utils.errors import UserError
 
-DRAFTS = "race"
 LARGEST = 1_000
 """The largest vocabulary of `acceptance`, which takes V^2 k steps per quadrature point."""
 
@@ -35,37 +34,21 @@ WEIGHTS = (_X[1] - _X[0]) * TIMES * (1 + np.exp(-_X)) * np.exp(-TIMES)
 """Double exponential quadrature over u ~ Exp(1), with error 1e-12 for sums of exponentials."""
 
 
-def scores(key: PRNGKeyArray, pmf: Probs) -> Probs:
-    """Returns minus the logarithms of the arrival times [V] in the race of `pmf`.
+class Race(Plan):
+    """The first arrival of the race of q, with the clocks that drew the drafts."""
 
-    Tokens that never arrive have -inf. `key` determines the clocks.
-    """
-    # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-24, too coarse for tokens
-    # below 1e-7, which can hold 1e-3 of the mass.
-    return jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf)
+    rule = rules.RACE
 
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        return jnp.argmax(scores(key, q)).astype(jnp.int32)
 
-def arrivals(key: PRNGKeyArray, p: Probs, count: int) -> Int[Array, " {count}"]:
-    """Returns the first `count` tokens in the race of p [V]; `select` must get the same `key`."""
-    return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
+    def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+        given_token = _drafts_given_winner(p, q, np.array(drafts)) @ WEIGHTS
+        pmf: ExactProbs = q * given_token / rules.probability_in_order(p, drafts)
+        return pmf
 
-
-def select(key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Choice:
-    """Chooses a token; see `Plan.select`. `key` must be the key that drew the drafts."""
-    token = jnp.argmax(scores(key, q)).astype(jnp.int32)
-    return Choice(token, jnp.any(valid & (drafts == token)))
-
-
-def pmf(p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`. `drafts` are in race order."""
-    given_token = _drafts_given_winner(p, q, np.array(drafts)) @ WEIGHTS
-    result: ExactProbs = q * given_token / probability_in_order(p, drafts)
-    return result
-
-
-def acceptance(p: ExactProbs, q: ExactProbs, k: int) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    return float(index_pmf(p, q, k).sum())
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        return float(index_pmf(p, q, k).sum())
 
 
 def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]:

@@ -8,7 +8,7 @@ $$a_i(x) = \alpha_i \frac{q(x)}{p(x)} \text{ for } x \in \Omega_i, \qquad a_i(x)
 
 K-SEQ is the case in which every alpha is 1 / gamma*. Algorithm 2 starts from its subsets and
 alternates: the linear program (LP_k) gives the best alphas for the subsets, and the alphas give
-smaller subsets, until nothing changes.
+smaller subsets, until nothing changes. SpecTr+ is its first iteration.
 
 A subset is a threshold tau_i on s = p / q. So the constraint of a token depends on s alone, and it
 tightens with s between two thresholds. At most k + 1 of the V constraints of (LP_k) can bind: one
@@ -21,16 +21,18 @@ alphas give a feasible start.
 distribution for each draft.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.transport import iopt, simplex
-from spectr_jax.transport.base import Choice, cached, draw, or_else, product
+from spectr_jax.transport.base import cached, or_else, product
+from spectr_jax.transport.draws import draw
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 from spectr_jax.transport.types import (
     BoolScalar,
@@ -38,12 +40,11 @@ from spectr_jax.transport.types import (
     ExactProbs,
     FloatScalar,
     IntScalar,
+    Key,
     Probs,
     Valid,
 )
 
-ITERATIONS = 32
-"""The largest number of iterations of Algorithm 2, which usually stops after 2 to 6."""
 LARGEST_ALPHA = 1e3
 """The largest alpha. This limit binds only if Omega_i has less than a thousandth of q."""
 
@@ -56,51 +57,46 @@ class _Stages(NamedTuple):
 _Carry: TypeAlias = tuple[_Stages, BoolScalar, IntScalar]
 
 
-def select(
-    key: PRNGKeyArray,
-    p: Probs,
-    q: Probs,
-    drafts: Drafts,
-    valid: Valid,
-    iterations: int = ITERATIONS,
-) -> Choice:
-    """Chooses a token by Algorithm 1, after `iterations` of Algorithm 2; see `Plan.select`."""
-    accept_key, residual_key = jax.random.split(key)
-    k, most = jnp.sum(valid), len(drafts)
-    alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, iterations)
-    # The stage of a draft is its rank among the valid drafts.
-    stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    p_k, q_k = p[drafts], q[drafts]
-    accepted = (p_k <= thresholds[stage] * q_k) | (uniforms * p_k < alphas[stage] * q_k)
-    passes = valid & (q_k > 0) & accepted
+@dataclasses.dataclass(frozen=True)
+class SpecTrPlusPlus(iopt.SequentialPlan):
+    """Algorithm 1 after at most `iterations` of Algorithm 2, which usually stops after 2 to 6."""
 
-    def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
-        left, reached = carry
-        accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
-        return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
+    iterations: int = 32
 
-    left, _ = jax.lax.fori_loop(0, most, accept, (q, jnp.ones((), p.dtype)))
-    residual = or_else(jnp.maximum(left, 0), q)
-    token = jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        accept_key, residual_key = jax.random.split(key)
+        k, most = jnp.sum(valid), len(drafts)
+        alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, self.iterations)
+        # The stage of a draft is its rank among the valid drafts.
+        stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
+        uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+        p_k, q_k = p[drafts], q[drafts]
+        accepted = (p_k <= thresholds[stage] * q_k) | (uniforms * p_k < alphas[stage] * q_k)
+        passes = valid & (q_k > 0) & accepted
 
+        def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
+            left, reached = carry
+            accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
+            return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
 
-def pmf(
-    p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...], iterations: int = ITERATIONS
-) -> ExactProbs:
-    """Returns the exact distribution of the token; see `Plan.pmf`."""
-    return iopt.pmf(p, q, drafts, stages(p, q, len(drafts), iterations))
+        left, _ = jax.lax.fori_loop(0, most, accept, (q, jnp.ones((), p.dtype)))
+        residual = or_else(jnp.maximum(left, 0), q)
+        return jnp.where(jnp.any(passes), drafts[jnp.argmax(passes)], draw(residual_key, residual))
+
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> iopt.Stages:
+        return _stages(p, q, k, self.iterations)
 
 
-def acceptance(p: ExactProbs, q: ExactProbs, k: int, iterations: int = ITERATIONS) -> float:
-    """Returns the exact acceptance; see `Plan.acceptance`."""
-    return iopt.acceptance(p, q, stages(p, q, k, iterations))
+@dataclasses.dataclass(frozen=True)
+class SpecTrPlus(SpecTrPlusPlus):
+    """One iteration of Algorithm 2: K-SEQ's subsets with the best alphas for them."""
+
+    iterations: int = dataclasses.field(default=1, init=False)
 
 
 @cached
-def stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
-    """Returns the plan that `select` uses, computed in float64 by the same code."""
+def _stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stages:
+    """Returns the stages that `choose` uses, computed in float64 by the same code."""
     with jax.enable_x64(True):
         gamma = optimal_gamma_exact(p, q, k)
         most = -(-k // 8) * 8  # All k up to 8 share one program.

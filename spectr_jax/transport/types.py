@@ -3,8 +3,9 @@
 from typing import Any, TypeAlias
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+Key: TypeAlias = PRNGKeyArray
 Probs: TypeAlias = Float[Array, " vocab"]
 Drafts: TypeAlias = Int[Array, " k"]
 Valid: TypeAlias = Bool[Array, " k"]

@@ -4,67 +4,70 @@ The winner y has a known distribution g, and is accepted with probability
 
 $$\min\left(1, \frac{q(y)}{g(y)}\right);$$
 
-otherwise the token is drawn from (q - g)+. Such a plan is exact for any g. It defines `win`, from
-which `select` follows. Block verification uses `win` to decide on a whole path of winners at once
-(`decoding/verifiers/block.py`).
+otherwise the token is drawn from (q - g)+. Such a plan is exact for any g. Block verification uses
+`win` to decide on a whole path of winners at once (`decoding/verifiers/block.py`).
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import abc
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import Float
 
-from spectr_jax.transport.base import Choice, draw, exact_residual, or_else
-from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Probs, Valid
+from spectr_jax.transport.base import Plan, exact_residual, or_else
+from spectr_jax.transport.draws import draw
+from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+
+ExactWin: TypeAlias = tuple[Float[np.ndarray, " k"], ExactProbs]
 
 
 class Winner(NamedTuple):
     """The winner among the drafts.
 
     Attributes:
-      draft: [] int32, the index of the winning draft; undefined if none is valid.
+      index: [] int32, the index of the winning draft; undefined if none is valid.
       pmf: [V] g, the distribution of its token given the number of drafts; undefined if none is
         valid.
     """
 
-    draft: IntScalar
+    index: IntScalar  # type: ignore[assignment]  # Hides the method of tuples.
     pmf: Probs
 
 
-def select_winner(
-    win: Callable[..., Winner], key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
-) -> Choice:
-    """Chooses the winner with probability min(1, q / g), else draws from (q - g)+; consumes `key`.
+class WinnerPlan(Plan):
+    """A plan that chooses the winner with probability min(1, q / g), else draws from (q - g)+.
 
-    `win(key, p, q, drafts, valid)` is the `win` of the plan.
+    A subclass defines `win`, `exact_win` and `exact_acceptance`.
     """
-    accept_key, residual_key, win_key = jax.random.split(key, 3)
-    first, g = win(win_key, p, q, drafts, valid)
-    draft = drafts[first]
-    uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
-    # This is u < q / g without the division, which fails for g = 0.
-    accepted = valid[first] & (uniforms[first] * g[draft] < q[draft])
-    residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)
-    token = jnp.where(accepted, draft, draw(residual_key, residual))
-    return Choice(token, jnp.any(valid & (drafts == token)))
 
+    @abc.abstractmethod
+    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+        """Returns the winner; arguments as in `choose`."""
 
-def winner_accepted_pmf(
-    q: ExactProbs, g: ExactProbs, drafts: Sequence[int], wins: Float[np.ndarray, " k"]
-) -> ExactProbs:
-    """Returns the distribution [V] of the token, in float64.
+    @abc.abstractmethod
+    def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
+        """Returns the probability [k] that each draft wins, and g [V], in float64."""
 
-    Each of `drafts` [k] wins with the probability in `wins` [k]; g [V] is their distribution.
-    """
-    residual, result = exact_residual(g, q), np.zeros(len(q))
-    for draft, probability in zip(drafts, wins, strict=True):
-        accept = min(1.0, q[draft] / g[draft]) if g[draft] > 0 else 0.0
-        result[draft] += probability * accept
-        result += probability * (1 - accept) * residual
-    return result
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+        accept_key, residual_key, win_key = jax.random.split(key, 3)
+        index, g = self.win(win_key, p, q, drafts, valid)
+        draft = drafts[index]
+        uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+        # This is u < q / g without the division, which fails for g = 0.
+        accepted = valid[index] & (uniforms[index] * g[draft] < q[draft])
+        residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)
+        return jnp.where(accepted, draft, draw(residual_key, residual))
+
+    def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
+        wins, g = self.exact_win(p, q, drafts)
+        residual, result = exact_residual(g, q), np.zeros(len(q))
+        for draft, probability in zip(drafts, wins, strict=True):
+            accept = min(1.0, q[draft] / g[draft]) if g[draft] > 0 else 0.0
+            result[draft] += probability * accept
+            result += probability * (1 - accept) * residual
+        return result
 
 
 def highest_wins(final: Float[np.ndarray, "k cells"]) -> Float[np.ndarray, " k"]:

@@ -1,9 +1,5 @@
 """Drafting rules draw from their distributions, and drafting with a cache equals a run without."""
 
-import pathlib
-import re
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +17,7 @@ from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
-from spectr_jax.transport.enumeration import draft_tuples
+from spectr_jax.transport import rules
 
 SHAPE = TransformerConfig(layers=2, width=32, mlp=64, heads=4, vocab_size=17, context=32)
 LENGTHS = np.array([1, 2, 5])
@@ -118,13 +114,16 @@ def _drawn(rule, probs, count, draws, seed):
     """Returns the tokens [draws, nodes, count] that a rule draws with one key per draw."""
 
     def draw(key):
-        return levels.RULES[rule](key, jnp.asarray(probs), np.full(len(probs), count))
+        return rule.draw(key, jnp.asarray(probs), np.full(len(probs), count))
 
     keys = jax.random.split(jax.random.key(seed), draws)
     return np.asarray(jax.jit(jax.vmap(draw))(keys))
 
 
-@pytest.mark.parametrize("rule", ["without_replacement", "race", "greedy", "iid"])
+RULES = rules.WITHOUT_REPLACEMENT, rules.RACE, rules.GREEDY, rules.IID
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rules_draw_from_their_pmfs(rule, count):
     """Each node of a level draws from its own distribution; races draw distinct tokens."""
@@ -132,7 +131,7 @@ def test_rules_draw_from_their_pmfs(rule, count):
     drawn = _drawn(rule, PROBS, count, draws, seed=count)
     assert drawn.min() >= 0 and drawn.max() < PROBS.shape[1]
     for node, p in enumerate(PROBS):
-        exact = dict(draft_tuples(p.astype(float), count, rule))
+        exact = dict(rule.sequences(p.astype(float), count))
         # Once the support of p is exhausted, tokens are only required to be distinct.
         short = min(count, len(next(iter(exact))))
         seen, counts = np.unique(drawn[:, node, :short], axis=0, return_counts=True)
@@ -140,22 +139,12 @@ def test_rules_draw_from_their_pmfs(rule, count):
         assert observed.keys() <= exact.keys()
         found = np.array([observed.get(row, 0) for row in exact])
         assert chi_square.p_value(found, np.array(list(exact.values()))) > 1e-3
-        if rule in ("without_replacement", "race"):
+        if rule in (rules.WITHOUT_REPLACEMENT, rules.RACE):
             assert all(len(set(row)) == count for row in drawn[:100, node].tolist())
 
 
-def test_the_drafting_rule_of_contributing_md_works(monkeypatch):
-    guide = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-    block = r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n)+)"
-    exec(textwrap.dedent(re.search(block, guide, re.DOTALL)[1]), names := {"jax": jax, "jnp": jnp})
-    monkeypatch.setitem(levels.RULES, "likeliest", names["likeliest"])
-    drawn = _drawn("likeliest", PROBS, 2, 3, seed=0)
-    np.testing.assert_array_equal(drawn, [[[0, 1], [3, 2], [1, 3]]] * 3)
-
-
 def test_only_races_share_randomness_between_nodes_of_a_level():
-    same = {}
-    for rule in ("without_replacement", "race", "iid"):
+    for rule in (rules.WITHOUT_REPLACEMENT, rules.RACE, rules.IID):
         drawn = _drawn(rule, PROBS[[0, 0]], 2, 1000, seed=0)
-        same[rule] = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
-    assert same["race"] == 1.0 and same["without_replacement"] < 0.5 and same["iid"] < 0.5
+        same = np.mean(np.all(drawn[:, 0] == drawn[:, 1], axis=-1))
+        assert same == 1 if rule.shares_key else same < 0.5

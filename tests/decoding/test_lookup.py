@@ -128,7 +128,7 @@ def test_a_call_without_drafts_scores_only_the_root():
         drafted = call.scored.tokens[1] >= 0
         scored = jnp.any(call.scored.logits[1:] != 0)
         seen = {"drafted": drafted, "scored": scored, "other": scored & ~drafted}
-        return seen | {"counted": call.chosen.drafts[0]}
+        return seen | {"counted": call.chosen.draft_counts[0]}
 
     def run(prompts):
         rest = prompts, lengths, 6, policy, widths

@@ -33,7 +33,7 @@ def _chosen(chains):
 
 def _winner(p, q, beta, chains):
     ranked = multipath.ranked_by_ratio(jnp.float32(p), jnp.float32(q))
-    return multipath.winner_pmf(ranked, jnp.float32(beta), chains)
+    return multipath.chosen_pmf(ranked, jnp.float32(beta), chains)
 
 
 @functools.cache

@@ -14,13 +14,12 @@ import pytest
 
 from spectr_jax import transport
 from spectr_jax.decoding import Policy
-from spectr_jax.decoding.drafters.levels import RULES
 from spectr_jax.decoding.policy import shaping_of
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken, Traversal
 from spectr_jax.testing import chi_square
-from spectr_jax.transport.base import draw
+from spectr_jax.transport.draws import draw
 
 CALLS = {1_024: 100_000, 8_192: 20_000}
 FEWER_CALLS = {1_024: 25_000, 8_192: 5_000}
@@ -78,9 +77,9 @@ def _emitted(verifier, tree, keys, p, q):
             ranks = tree.inner_rank[tree.parent[nodes]]
             parents = ranks - ranks.min()
             at = tokens[np.unique(tree.parent[nodes])] % CONTEXTS
-            rule_key = verify_key if verifier.rule == "race" else draft_key
+            rule_key = verify_key if verifier.rule.shares_key else draft_key
             level_key = jax.random.fold_in(rule_key, depth)
-            drawn = RULES[verifier.rule](level_key, p[at], np.bincount(parents))
+            drawn = verifier.rule.draw(level_key, p[at], np.bincount(parents))
             tokens = jnp.concatenate([tokens, drawn[parents, tree.sibling_rank[nodes]]])
         scored = ScoredTree(
             tree=tree,

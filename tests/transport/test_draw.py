@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from spectr_jax.testing import chi_square
-from spectr_jax.transport import base
+from spectr_jax.transport import draws
 
-draw = jax.jit(base.draw, static_argnums=2)  # One program per shape, not one per operation.
+draw = jax.jit(draws.draw, static_argnums=2)  # One program per shape, not one per operation.
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -39,5 +39,5 @@ def test_draw_uses_all_bits_of_the_uniform(monkeypatch):
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
     key = jax.random.key(0)
     # A new function makes jit trace again. Rounding can change a count by one.
-    drawn = jax.jit(lambda weights: base.draw(key, weights, (512,)))(weights)
+    drawn = jax.jit(lambda weights: draws.draw(key, weights, (512,)))(weights)
     np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)

@@ -10,9 +10,10 @@ import pytest
 
 from spectr_jax import transport
 from spectr_jax.testing import chi_square
-from spectr_jax.transport import iopt, kseq, otm, race, spectr_plus_plus
-from spectr_jax.transport.base import draw
-from spectr_jax.transport.enumeration import emitted_pmf
+from spectr_jax.testing.plans import emitted_pmf
+from spectr_jax.transport import draws, iopt, kseq, otm, race
+from spectr_jax.transport.kseq import KSeq
+from spectr_jax.transport.spectr_plus_plus import SpecTrPlus, SpecTrPlusPlus
 from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.optimized
@@ -27,8 +28,8 @@ def _random_pairs(count):
         yield p, q, k
 
 
-def _pass_probability(p, q, k, iterations):
-    return iopt.accept_probability(p, q, spectr_plus_plus.stages(p, q, k, iterations))
+def _pass_probability(plan, p, q, k):
+    return iopt.accept_probability(p, q, plan.stages(p, q, k))
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -43,8 +44,8 @@ def test_plans_are_ordered_by_acceptance_on_random_pairs(part):
         assert transport.optimal_acceptance(p, q, k) == pytest.approx(best, abs=TOLERANCE)
         names = "spectr++", "spectr+", "kseq"
         accepted = [transport.get(name).acceptance(p, q, k) for name in names]
-        passing = [_pass_probability(p, q, k, n) for n in (spectr_plus_plus.ITERATIONS, 1)]
-        for chain in (accepted, [*passing, kseq.accept_probability(p, q, k)]):
+        plans = SpecTrPlusPlus(), SpecTrPlus(), KSeq()
+        for chain in (accepted, [_pass_probability(plan, p, q, k) for plan in plans]):
             for better, worse in itertools.pairwise([best, *chain]):
                 assert better >= worse - TOLERANCE, (p, q, k, chain)
             assert chain[-1] >= (1 - 1 / np.e) * best
@@ -56,9 +57,9 @@ def test_the_device_simplex_equals_the_full_linear_program(part):
     for p, q, k in itertools.islice(_random_pairs(120), part, None, 2):
         ps = np.tile(p, (k, 1))
         start = iopt.saturated_subsets(ps, q)
-        for iterations, limit in ((1, 1), (spectr_plus_plus.ITERATIONS, None)):
+        for plan, limit in ((SpecTrPlus(), 1), (SpecTrPlusPlus(), None)):
             reference = iopt.accept_probability(ps, q, iopt.iopt(ps, q, start, limit))
-            assert _pass_probability(p, q, k, iterations) == pytest.approx(reference, abs=TOLERANCE)
+            assert _pass_probability(plan, p, q, k) == pytest.approx(reference, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -95,19 +96,21 @@ def test_optimal_kseq_is_the_best_of_all_subsets(seed):
         best = max(best, iopt.accept_probability(ps, q, stages))
     found = transport.get("optimal_kseq")
     assert found.acceptance(p, q, k) >= best - TOLERANCE
-    assert _pass_probability(p, q, k, 32) <= best + TOLERANCE
+    assert _pass_probability(SpecTrPlusPlus(), p, q, k) <= best + TOLERANCE
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4, 5))
-def _simulate(key, select, p, q, k, draws):
+def _simulate(key, choose, p, q, k, count):
     def one(key):
-        draft_key, select_key = jax.random.split(key)
+        draft_key, choose_key = jax.random.split(key)
         # `Plan.select` counts valid drafts in each draw, so draws would share no computation.
-        return select(select_key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
+        drafts = draws.draw(draft_key, p, (k,))
+        token = choose(choose_key, p, q, drafts, jnp.ones(k, bool))
+        return token, jnp.any(drafts == token)
 
     # The distributions of 50 draws fit in the CPU's cache.
-    choices = jax.lax.map(one, jax.random.split(key, draws), batch_size=50)
-    return jnp.bincount(choices.token, length=len(q)), jnp.sum(choices.accepted)
+    tokens, accepted = jax.lax.map(one, jax.random.split(key, count), batch_size=50)
+    return jnp.bincount(tokens, length=len(q)), jnp.sum(accepted)
 
 
 def _assert_pmf_is(counts, q):
@@ -132,7 +135,7 @@ def test_float32_select_follows_q_at_vocabulary_8192(name):
     counts, accepted = np.zeros(8192), 0
     for index in range(chunks):
         key = jax.random.fold_in(jax.random.key(0), index)
-        part, hits = _simulate(key, plan.functions[0], jnp.float32(p), jnp.float32(q), k, chunk)
+        part, hits = _simulate(key, plan.choose, jnp.float32(p), jnp.float32(q), k, chunk)
         counts += np.asarray(part)
         accepted += int(hits)
     _assert_pmf_is(counts, q)
@@ -152,19 +155,19 @@ def test_otm_is_exact_with_cells_of_any_width(monkeypatch, bits, seed):
     monkeypatch.setattr(otm, "BITS", bits)
     rng = np.random.default_rng(seed)
     p, q = rng.dirichlet(np.full(8, 0.5)), rng.dirichlet(np.full(8, 0.5))
-    draws, k = 400_000 if bits == 0 else 50_000, 3
+    count, k = 400_000 if bits == 0 else 50_000, 3
 
-    def select(*arguments):  # A new function makes jit trace again.
-        return otm.select(*arguments)
+    def choose(*arguments):  # A new function makes jit trace again.
+        return otm.OTM().choose(*arguments)
 
     pmfs = jnp.float32(p), jnp.float32(q)
-    counts, accepted = _simulate(jax.random.key(seed), select, *pmfs, k, draws)
+    counts, accepted = _simulate(jax.random.key(seed), choose, *pmfs, k, count)
     _assert_pmf_is(np.asarray(counts), q)
     exact = otm.acceptance(p, q, k)
-    error = 4 * np.sqrt(exact * (1 - exact) / draws)
-    assert accepted / draws < exact + error
+    error = 4 * np.sqrt(exact * (1 - exact) / count)
+    assert accepted / count < exact + error
     if bits == 6:
-        assert accepted / draws > exact - error
+        assert accepted / count > exact - error
 
 
 @pytest.mark.parametrize("V", [500, 8192])
@@ -181,10 +184,10 @@ def test_the_bernoulli_example_has_the_published_values():
     """Checks SpecTr++, Example 1: Ber(0.5) to Ber(0.75) with two drafts."""
     p, q = np.array([0.5, 0.5]), np.array([0.25, 0.75])
     assert kseq.optimal_gamma_exact(p, q, 2) == pytest.approx(1.30902, abs=1e-5)
-    assert 1 - kseq.accept_probability(p, q, 2) == pytest.approx(0.0955, abs=1e-4)
+    assert 1 - _pass_probability(KSeq(), p, q, 2) == pytest.approx(0.0955, abs=1e-4)
     assert transport.optimal_acceptance(p, q, 2) == pytest.approx(1)
-    assert _pass_probability(p, q, 2, 1) == pytest.approx(1)
-    np.testing.assert_allclose(spectr_plus_plus.stages(p, q, 2, 1).alphas, [0, 2], atol=1e-12)
+    assert _pass_probability(SpecTrPlus(), p, q, 2) == pytest.approx(1)
+    np.testing.assert_allclose(SpecTrPlus().stages(p, q, 2).alphas, [0, 2], atol=1e-12)
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.25, 0.1), (0.25, 0.9), (0.5, 0.75), (0.25, 0.25)])
@@ -204,7 +207,7 @@ def test_plans_are_optimal_between_uniform_distributions(r, k):
     d = 60  # One vocabulary, and so one program, for all r.
     p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0.0)
     exact = pytest.approx(1 - (1 - 1 / r) ** k, abs=1e-9)
-    assert kseq.accept_probability(p, q, k) == exact
+    assert _pass_probability(KSeq(), p, q, k) == exact
     for name in ("kseq", "spectr+", "spectr++", "otm"):
         assert transport.get(name).acceptance(p, q, k) == exact
 
@@ -267,10 +270,9 @@ def test_race_select_follows_the_acceptance_by_child_index():
     @jax.jit
     @jax.vmap
     def index(key):
-        drafts = race.arrivals(jax.random.fold_in(key, 0), jnp.float32(p), 6)
-        token = race.select(
-            jax.random.fold_in(key, 0), jnp.float32(p), jnp.float32(q), drafts, jnp.ones(6, bool)
-        ).token
+        drafts = draws.arrivals(jax.random.fold_in(key, 0), jnp.float32(p), 6)
+        pmfs = jnp.float32(p), jnp.float32(q)
+        token = race.Race().choose(jax.random.fold_in(key, 0), *pmfs, drafts, jnp.ones(6, bool))
         return jnp.argmax(drafts == token)
 
     counts = np.bincount(index(jax.random.split(jax.random.key(0), 100_000)), minlength=6)
@@ -279,7 +281,7 @@ def test_race_select_follows_the_acceptance_by_child_index():
 
 def test_race_clocks_resolve_rare_tokens():
     """Tokens below 1e-7 win by clocks near 2^-24, so clocks must not be multiples of 2^-24."""
-    clocks = np.exp(-np.asarray(race.scores(jax.random.key(0), jnp.ones(1 << 23)), np.float64))
+    clocks = np.exp(-np.asarray(draws.scores(jax.random.key(0), jnp.ones(1 << 23)), np.float64))
     steps = clocks[clocks < 64 * 2.0**-24] * 2**24
     assert 10 < len(steps) < 70  # A fraction of 2^-18 of the 2^23 clocks is that small.
     assert np.mean(np.abs(steps - np.round(steps))) > 0.1

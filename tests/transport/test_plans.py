@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spectr_jax import testing, transport
-from spectr_jax.transport import kseq
+from spectr_jax.transport import iopt, kseq
 from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.optimized
@@ -171,7 +171,9 @@ def test_optimal_gamma_is_accurate_when_supports_barely_overlap(scale):
 @pmfs
 def test_kseq_acceptance_is_at_least_its_pass_probability(pmf, k):
     p, q = _pmf(pmf)
-    assert transport.get("kseq").acceptance(p, q, k) >= kseq.accept_probability(p, q, k) - 1e-12
+    plan = kseq.KSeq()
+    passes = iopt.accept_probability(p, q, plan.stages(p, q, k))
+    assert plan.acceptance(p, q, k) >= passes - 1e-12
 
 
 def test_unknown_plans_and_options_are_refused():

@@ -10,19 +10,19 @@ import pytest
 from spectr_jax import transport
 from spectr_jax.testing import chi_square
 from spectr_jax.transport import kseq, otm
-from spectr_jax.transport.base import draw
+from spectr_jax.transport.draws import draw
 
 optimized = pytest.mark.optimized  # For tests with many draws.
 DRAWS = 100_000
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _emitted(select, p, q, k, draws=DRAWS):
+def _emitted(choose, p, q, k, draws=DRAWS):
     """Returns how often each token is emitted, with new drafts in each draw."""
 
     def one(key):
         draft_key, key = jax.random.split(key)
-        return select(key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool)).token
+        return choose(key, p, q, draw(draft_key, p, (k,)), jnp.ones(k, bool))
 
     return jnp.bincount(
         jax.lax.map(one, jax.random.split(jax.random.key(0), draws), batch_size=1_000),
@@ -62,8 +62,8 @@ def test_otm_finds_the_right_partners_without_a_loop():
 def test_otm_moves_no_draft_without_a_partner(seed):
     """With 61 drafts most masses of phi are 0, and rounding leaves a surplus without a deficit."""
     p, q = (_spread(np.random.default_rng(seed), main, 299, 30.0) for main in (1e-2, 1e-7))
-    select = transport.get("otm").select
-    assert _emitted(select, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
+    choose = transport.get("otm").choose
+    assert _emitted(choose, jnp.float32(p), jnp.float32(q), 61, 5_000)[0] == 5_000
 
 
 @optimized
@@ -73,7 +73,7 @@ def test_spectr_plus_plus_follows_q_despite_simplex_errors(seed):
     """If p and q differ greatly, the float32 simplex method has errors of up to 0.03."""
     p, q = np.exp(4 * np.random.default_rng(seed).normal(size=(2, 20)))
     p, q = p / p.sum(), q / q.sum()
-    counts = _emitted(transport.get("spectr++").select, jnp.float32(p), jnp.float32(q), 8, 40_000)
+    counts = _emitted(transport.get("spectr++").choose, jnp.float32(p), jnp.float32(q), 8, 40_000)
     assert chi_square.p_value(np.asarray(counts), q) > 1e-4
 
 
@@ -82,8 +82,8 @@ def test_spectr_plus_plus_follows_q_despite_simplex_errors(seed):
 def test_k_sequential_selection_is_exact_below_gamma_star(gamma):
     p, q = np.random.default_rng(0).dirichlet(np.ones(6), 2)
     assert gamma < kseq.optimal_gamma_exact(p, q, 4) - 0.2
-    select = functools.partial(kseq.sequential, gamma=gamma)
-    counts = _emitted(select, jnp.float32(p), jnp.float32(q), 4)
+    choose = functools.partial(kseq.sequential, gamma=gamma)
+    counts = _emitted(choose, jnp.float32(p), jnp.float32(q), 4)
     assert chi_square.p_value(np.asarray(counts), q) > 1e-4
 
 

@@ -6,13 +6,12 @@ Shape suffixes: B sequences, N drafted nodes, I inner nodes (root included), W i
 level, V vocabulary, R recalled tokens, F features.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from spectr_jax.decoding import processing
 from spectr_jax.decoding.drafters.base import RECALLED, Sequences, Setup
@@ -20,13 +19,8 @@ from spectr_jax.decoding.policy import shaped
 from spectr_jax.decoding.running import run
 from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
 from spectr_jax.models.cache import Cache
-from spectr_jax.transport import race as race_plan
-from spectr_jax.transport.base import draw as draw_tokens
-from spectr_jax.transport.types import IntScalar, Probs
+from spectr_jax.transport.rules import Rule
 
-LevelProbs: TypeAlias = Float[Array, "width vocab"]
-Counts: TypeAlias = Int[np.ndarray, " width"]
-LevelTokens: TypeAlias = Int[Array, "width children"]
 BatchProbs: TypeAlias = Float[Array, "batch width vocab"]
 
 
@@ -36,67 +30,6 @@ class Drawn(NamedTuple):
     tokens: NodeTokens  # int32; the root's is the last committed token.
     p: Float[Array, "batch inner vocab"]  # The draft distribution at each inner node.
     cache: Cache  # The model's, with the inner nodes pending.
-
-
-def iid(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
-    """Returns independent draws from each row of `p`; consumes `key`."""
-    keys, shape = jax.random.split(key, len(p)), (int(counts.max()),)
-    return jax.vmap(lambda key, probs: draw_tokens(key, probs, shape))(keys, p)
-
-
-def without_replacement(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
-    """Returns draws without replacement from each row of `p` (Gumbel top-k); consumes `key`.
-
-    They follow the Plackett-Luce distribution: each is drawn from p without the tokens before it.
-    Once the support of p is exhausted, distinct tokens with p = 0 follow.
-    """
-    keys, most = jax.random.split(key, len(p)), int(counts.max())
-    return jax.vmap(lambda key, probs: race_plan.arrivals(key, probs, most))(keys, p)
-
-
-def race(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
-    """Returns draws without replacement, like `without_replacement`, with one race for all rows.
-
-    The plan `transport.race` runs the same race with the same `key`.
-    """
-    return jax.vmap(lambda probs: race_plan.arrivals(key, probs, int(counts.max())))(p)
-
-
-def greedy(key: PRNGKeyArray, p: LevelProbs, counts: Counts) -> LevelTokens:
-    """Returns the likeliest tokens of each row of `p` and, as last child, a draw from the others.
-
-    Consumes `key`. Source: Hu et al., 2025.
-    """
-
-    most = int(counts.max())
-
-    def likeliest_and_one(
-        key: PRNGKeyArray, probs: Probs, count: IntScalar
-    ) -> Int[Array, " children"]:
-        likeliest = jax.lax.top_k(probs, most - 1)[1]
-        is_likeliest = jnp.arange(most) < count - 1
-        taken = jnp.where(is_likeliest[:-1], likeliest, len(probs))
-        one = draw_tokens(key, probs.at[taken].set(0, mode="drop"))
-        return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
-
-    keys = jax.random.split(key, len(p))
-    return jax.vmap(likeliest_and_one)(keys, p, jnp.asarray(counts))
-
-
-Rule: TypeAlias = Callable[[PRNGKeyArray, LevelProbs, Counts], LevelTokens]
-
-RULES: dict[str, Rule] = {
-    "iid": iid,
-    "without_replacement": without_replacement,
-    "race": race,
-    "greedy": greedy,
-}
-"""The rules that draw the children of the W inner nodes of a level, by their name in `Plan.drafts`.
-
-A rule is a function of a key, the distributions p [W, V], and the number of children of each node,
-`counts` [W]. It returns tokens [W, C], where C is the largest count. Entries past a node's count
-are unused.
-"""
 
 
 def committed_length(lengths_B: PerRow, recalled: int = RECALLED) -> PerRow:
@@ -121,7 +54,8 @@ def draw(
     the model sees any. In a sequence shorter than R, the root is not the last of the R tokens, and
     later ones are unused.
     """
-    tree, (tokens_BxT, lengths_B) = setup.tree, sequences
+    tree, rule, (tokens_BxT, lengths_B) = setup.tree, setup.verifier.rule, sequences
+    assert rule is not None
     root_B, index_BxR = lengths_B - 1 - cache.lengths, cache.lengths[:, None] + jnp.arange(recalled)
     last = (
         jnp.take_along_axis(tokens_BxT, index_BxR, axis=1),
@@ -141,7 +75,7 @@ def draw(
             pmf = jnp.where(positions_B[:, None, None] <= model.context, pmf, 0)
         p.append(pmf)
         level_keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
-        tokens.append(_children(level_keys_B, RULES[setup.verifier.rule], tree, nodes, pmf))
+        tokens.append(_children(level_keys_B, rule, tree, nodes, pmf))
         inner = np.intersect1d(nodes, tree.inner)
         if len(inner):
             inner_tokens = tokens[-1][:, inner - nodes[0]]
@@ -193,13 +127,13 @@ def _run_on_level(
 
 
 def _children(
-    keys_B: Keys, rule: Any, tree: Tree, nodes: Int[np.ndarray, " level"], p_BxWxV: BatchProbs
+    keys_B: Keys, rule: Rule, tree: Tree, nodes: Int[np.ndarray, " level"], p_BxWxV: BatchProbs
 ) -> Int[Array, "batch level"]:
     """Returns tokens for the `nodes` of a level, drawn from `p_BxWxV` at their parents."""
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)
-    children: Array = jax.vmap(lambda key, p_WxV: rule(key, p_WxV, counts)[parents, ranks])(
+    children: Array = jax.vmap(lambda key, p_WxV: rule.draw(key, p_WxV, counts)[parents, ranks])(
         keys_B, p_BxWxV
     )
     return children

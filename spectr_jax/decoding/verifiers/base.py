@@ -20,7 +20,8 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Keys, Tree
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.layers import cpu
-from spectr_jax.transport.base import draw
+from spectr_jax.transport.draws import draw
+from spectr_jax.transport.rules import Rule
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 SMALL_VOCABULARY = 64
@@ -40,13 +41,13 @@ class Selection(NamedTuple):
       tokens: [height + 1] int32; entries at `emitted` and later are unused.
       emitted: [] int32, the number of accepted drafts plus one for the correction or bonus token.
       path: [height] int32, the node of each accepted draft.
-      drafts: [height + 1] int32, the number of drafts for each token; 0 for a bonus.
+      draft_counts: [height + 1] int32, the number of drafts for each token; 0 for a bonus.
     """
 
     tokens: Int[Array, "*batch steps"]
     emitted: Int[Array, "*batch"]
     path: Int[Array, "*batch height"]
-    drafts: Int[Array, "*batch steps"]
+    draft_counts: Int[Array, "*batch steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Verifier(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def rule(self) -> str:
-        """Returns the drafting rule: a key of `drafting.RULES`, or "given" for a drafter."""
+    def rule(self) -> Rule | None:
+        """Returns the drafting rule; None for drafts that are functions of the sequence so far."""
 
     def check(self, tree: Tree) -> None:  # noqa: B027
         """Raises `UserError` if this verifier is not exact on `tree`; by default it accepts all."""
@@ -89,14 +90,14 @@ def in_turn(vocab_size: int) -> bool:
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
     """Returns `function` itself on a CPU; on an accelerator, a lookup in its results at all nodes.
 
-    Further arguments of the returned function are values already known at the node. A CPU passes
-    them to `function`, and an accelerator ignores them.
+    `function` takes a node and, optionally, intermediate results of the caller at that node, which
+    save it work. The lookup ignores them.
     """
     if in_turn(scored.vocab_size):
         return function
     table = jax.vmap(function)(jnp.arange(scored.tree.size + 1, dtype=jnp.int32))
 
-    def looked_up(node: IntScalar, *known: Any) -> Result:
+    def looked_up(node: IntScalar, *intermediate: Any) -> Result:
         result: Result = jax.tree.map(lambda leaf: leaf[node], table)
         return result
 
@@ -125,12 +126,12 @@ def repeat(
     alive: Callable[[State], BoolScalar],
     step: Callable[[State], State],
     state: State,
-    settles: bool = False,
+    absorbing: bool = False,
 ) -> State:
     """Returns `state` after applying `step` while it is `alive`, at most `times` times.
 
     An accelerator takes all `times` steps, so that the host need not decide whether to continue,
-    and keeps a state that is not alive. Pass `settles=True` if `step` itself leaves such a state
+    and keeps a state that is not alive. Pass `absorbing=True` if `step` itself leaves such a state
     unchanged, which saves the selection.
     """
     if in_turn(scored.vocab_size):
@@ -138,7 +139,7 @@ def repeat(
         return last
 
     def step_if_alive(_: IntScalar | int, state: State) -> State:
-        if settles:
+        if absorbing:
             return step(state)
         is_alive, after = alive(state), step(state)
         kept: State = jax.tree.map(lambda new, old: jnp.where(is_alive, new, old), after, state)
@@ -153,11 +154,12 @@ class Candidates(NamedTuple):
 
     nodes: Int[Array, " k"]  # The children of all nodes that spell the same tokens.
     tokens: Int[Array, " k"]
-    valid: Bool[Array, " k"]  # Invalid entries are padding.
+    live: Bool[Array, " k"]  # Where the walk may continue; other entries are padding.
+    valid: Bool[Array, " k"]  # Live drafts that were drawn: p > 0. A plan sees no others.
 
     def first(self) -> IntScalar:
-        """Returns the first valid node."""
-        return self.nodes[jnp.argmax(self.valid)]
+        """Returns the first live node."""
+        return self.nodes[jnp.argmax(self.live)]
 
     def carrying(self, tree: Tree, token: IntScalar) -> tuple[IntScalar, BoolScalar]:
         """Returns the node where the walk continues after `token`, and whether there is one.
@@ -165,36 +167,36 @@ class Candidates(NamedTuple):
         A node with children is preferred: the draft model ran only there, so the path goes through
         rows that the draft's cache has.
         """
-        carried = self.valid & (self.tokens == token)
+        carried = self.live & (self.tokens == token)
         inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
         best = jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))
         return self.nodes[best], jnp.any(carried)
 
 
-def candidates(scored: ScoredTree, rule: str) -> Callable[[IntScalar], Candidates]:
+def candidates(scored: ScoredTree, rule: Rule | None) -> Callable[[IntScalar], Candidates]:
     """Returns a function from a node to its `Candidates`.
 
-    With i.i.d. drafts, the drafts below all nodes that spell the same tokens are i.i.d. from one
-    distribution. By the other rules siblings are distinct, so no two nodes spell the same tokens.
+    If drafts may repeat, the drafts below all nodes that spell the same tokens are drafts from one
+    distribution. Siblings that are distinct, as without a rule, never spell the same tokens; once
+    the support of p is exhausted, they have p = 0, but the walk may continue there.
     """
-    tree = scored.tree
-    if rule != "iid":
+    tree, drawable = scored.tree, scored.draft_probability() > 0
+    if rule is None or rule.distinct:
         table = jnp.asarray(tree.children_table)
 
         def children(node: IntScalar) -> Candidates:
-            tokens = scored.tokens[table[node]]
-            valid = (table[node] >= 0) & (tokens >= 0)
-            return Candidates(nodes=table[node], tokens=tokens, valid=valid)
+            nodes = table[node]
+            tokens, live = scored.tokens[nodes], (nodes >= 0) & (scored.tokens[nodes] >= 0)
+            return Candidates(nodes=nodes, tokens=tokens, live=live, valid=live & drawable[nodes])
 
         return children
-    alike, drawable = scored.spelled_alike(), scored.draft_probability() > 0
-    depth = jnp.asarray(tree.depth)
+    alike, depth = scored.spelled_alike(), jnp.asarray(tree.depth)
     levels, parent = jnp.asarray(tree.level_table), jnp.asarray(tree.parent)
 
     def below(node: IntScalar) -> Candidates:
         nodes = levels[depth[node] + 1]
-        valid = (nodes >= 0) & alike[node, parent[nodes]] & drawable[nodes]
-        return Candidates(nodes=nodes, tokens=scored.tokens[nodes], valid=valid)
+        live = (nodes >= 0) & alike[node, parent[nodes]] & drawable[nodes]
+        return Candidates(nodes=nodes, tokens=scored.tokens[nodes], live=live, valid=live)
 
     return below
 
@@ -203,17 +205,17 @@ def counts(scored: ScoredTree, below: Callable[[IntScalar], Candidates]) -> Int[
     """Returns [N + 1], the number of drafts `below` each node."""
 
     def count(node: IntScalar) -> IntScalar:
-        return jnp.sum(below(node).valid, dtype=jnp.int32)
+        return jnp.sum(below(node).live, dtype=jnp.int32)
 
     return jax.vmap(count)(jnp.arange(scored.tree.size + 1))
 
 
 def ending_at(
-    scored: ScoredTree, node: IntScalar, token: IntScalar, drafts: Int[Array, " nodes"]
+    scored: ScoredTree, node: IntScalar, token: IntScalar, draft_counts: Int[Array, " nodes"]
 ) -> Selection:
     """Returns the `Selection` that emits the path to `node`, then `token`.
 
-    `drafts` [N + 1] is the number of drafts at each node.
+    `draft_counts` [N + 1] is the number of drafts at each node.
     """
     tree = scored.tree
     depth, path = jnp.asarray(tree.depth)[node], jnp.asarray(tree.paths)[node]
@@ -222,7 +224,7 @@ def ending_at(
         tokens=jnp.append(scored.tokens[path], 0).at[depth].set(token),
         emitted=depth + 1,
         path=path,
-        drafts=jnp.where(jnp.arange(tree.height + 1) <= depth, drafts[above], 0),
+        draft_counts=jnp.where(jnp.arange(tree.height + 1) <= depth, draft_counts[above], 0),
     )
 
 

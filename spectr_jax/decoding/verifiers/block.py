@@ -23,7 +23,7 @@ its first $\tau$ tokens are emitted, followed by a draw from the normalised $r_\
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,11 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Candidates, Selection, Verifier
+from spectr_jax.transport import rules
 from spectr_jax.transport.base import Plan, or_else
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
-from spectr_jax.transport.winner import Winner
+from spectr_jax.transport.winner import Winner, WinnerPlan
 from spectr_jax.utils.errors import UserError
-
-Follow: TypeAlias = Callable[[Any, Any], tuple[IntScalar, Probs, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +45,23 @@ class Block(Verifier):
     """Verifies the path of the plan's winners as a whole.
 
     Attributes:
-      plan: a plan that names a winner among i.i.d. drafts (`Plan.win`).
+      plan: a plan that names a winner among i.i.d. drafts.
 
     Raises:
       UserError: the plan names no such winner.
     """
 
-    rule = "iid"
+    rule = rules.IID
     plan: Plan
 
     def __post_init__(self) -> None:
-        if self.plan.winner is None or self.plan.drafts != self.rule:
+        if not isinstance(self.plan, WinnerPlan) or self.plan.rule != self.rule:
             hint = "use a plan that does, such as 'otm'"
             raise UserError(f"plan={self.plan.name!r}: names no winner of i.i.d. drafts; {hint}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
-        """See `Verifier`. Consumes `key`."""
-
-        def follow(known: tuple[()], winner: Winner) -> tuple[IntScalar, Probs, tuple[()]]:
-            return winner.draft, winner.pmf, known
-
-        return along_winners(key, scored, self.plan.win, follow, ())
+        assert isinstance(self.plan, WinnerPlan)
+        return along_winners(key, scored, self.plan.win, lambda state, winner: (winner, state), ())
 
 
 class _Node(NamedTuple):
@@ -75,7 +70,7 @@ class _Node(NamedTuple):
     drafts: Candidates
     q: Probs
     uniforms: Float[Array, " k"]  # The winner's decides whether the path to it is accepted.
-    prepared: Any  # The result of `win_at`.
+    prepared: Any  # The result of `prepare`.
 
 
 class _Walk(NamedTuple):
@@ -84,25 +79,29 @@ class _Walk(NamedTuple):
     uniform: FloatScalar  # Decides whether the path so far is accepted.
     best: IntScalar  # The node at depth tau.
     residual: Probs  # r_tau
-    known: Any  # The state of `follow`.
+    state: Any  # The state of `win`.
 
 
 def along_winners(
-    key: PRNGKeyArray, scored: ScoredTree, win_at: Callable[..., Any], follow: Follow, known: Any
+    key: PRNGKeyArray,
+    scored: ScoredTree,
+    prepare: Callable[..., Any],
+    win: Callable[[Any, Any], tuple[Winner, Any]],
+    state: Any,
 ) -> Selection:
     """Returns the `Selection` of block verification along a path of winners. Consumes `key`.
 
     Args:
       key: the choice at depth d uses `fold_in(key, length + d)`.
       scored: a tree of i.i.d. drafts.
-      win_at: (key, p, q, drafts, valid) -> prepared, the work at a node that does not depend on
-        the path.
-      follow: (known, prepared) -> (winner, g, known): the index of the winning draft, the
-        distribution [V] of its token given `known`, and `known` at the next node.
-      known: a pytree of arrays, the state of `follow` at the root.
+      prepare: (key, p, q, drafts, valid) -> prepared, the work at a node that does not depend on
+        the path; the `win` of a plan, for example.
+      win: (state, prepared) -> (winner, state): the winner at a node, with its distribution given
+        the path to the node, and the state at the winner's node.
+      state: a pytree of arrays, what `win` remembers of the path, at the root.
     """
     tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
-    below = base.candidates(scored, "iid")
+    below = base.candidates(scored, rules.IID)
     counts_N = base.counts(scored, below)
 
     def keys_at(depth: IntScalar) -> Key[Array, " 3"]:
@@ -113,13 +112,13 @@ def along_winners(
         drafts = below(node)
         p, q = scored.p_and_q(node, drafts.first())
         uniforms = jax.random.uniform(accept_key, drafts.tokens.shape, p.dtype)
-        prepared = win_at(win_key, p, q, drafts.tokens, drafts.valid)
+        prepared = prepare(win_key, p, q, drafts.tokens, drafts.valid)
         return _Node(drafts=drafts, q=q, uniforms=uniforms, prepared=prepared)
 
     node_at = base.at_nodes(scored, look)
 
     def step(walk: _Walk) -> _Walk:
-        return _followed(tree, walk, node_at(walk.node), follow)
+        return _followed(tree, walk, node_at(walk.node), win)
 
     def alive(walk: _Walk) -> BoolScalar:
         # With run = 0 no longer prefix can be accepted.
@@ -131,7 +130,7 @@ def along_winners(
         uniform=jnp.zeros((), scored.p.dtype),
         best=jnp.int32(0),
         residual=jnp.zeros(scored.vocab_size, scored.p.dtype),
-        known=known,
+        state=state,
     )
     end = base.repeat(scored, tree.height, alive, step, start)
     whole = end.uniform < end.run
@@ -141,11 +140,13 @@ def along_winners(
     return base.ending_at(scored, last, token, counts_N)
 
 
-def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Follow) -> _Walk:
+def _followed(
+    tree: Tree, walk: _Walk, at: _Node, win: Callable[[Any, Any], tuple[Winner, Any]]
+) -> _Walk:
     """Returns the walk after one more step along the path of winners."""
     drafts, q, uniforms, prepared = at
-    winner, g, known = follow(walk.known, prepared)
-    token = drafts.tokens[winner]
+    (index, g), state = win(walk.state, prepared)
+    token = drafts.tokens[index]
     residual = jnp.maximum(walk.run * q - g, 0)
     mass = base.residual_mass(residual, q, walk.run)
     here = (walk.node == 0) | (walk.uniform * (mass + (1 - walk.run)) < mass)
@@ -154,8 +155,8 @@ def _followed(tree: Tree, walk: _Walk, at: _Node, follow: Follow) -> _Walk:
     return _Walk(
         node=drafts.carrying(tree, token)[0],
         run=jnp.minimum(ratio, 1),
-        uniform=uniforms[winner],
+        uniform=uniforms[index],
         best=jnp.where(here, walk.node, walk.best),
         residual=jnp.where(here, or_else(residual, q), walk.residual),
-        known=known,
+        state=state,
     )

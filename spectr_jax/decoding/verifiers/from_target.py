@@ -19,9 +19,5 @@ class FromTarget(TokenByToken):
     plan: Plan = dataclasses.field(default_factory=lambda: transport.get("naive"), init=False)
 
     @property
-    def rule(self) -> str:
-        return GIVEN
-
-
-GIVEN = "given"
-"""The rule of drafts that are found by a `Drafter` instead of drawn."""
+    def rule(self) -> None:
+        return None

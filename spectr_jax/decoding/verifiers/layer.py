@@ -46,13 +46,14 @@ from spectr_jax.decoding.tree import Tree, checked
 from spectr_jax.decoding.verifiers import base, lattice
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.zeros import zeros_like_output
-from spectr_jax.transport import otm
-from spectr_jax.transport.base import draw, or_else
+from spectr_jax.transport import otm, rules
+from spectr_jax.transport.base import or_else
+from spectr_jax.transport.draws import draw
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 COMPETITIONS = 64
 """The default number of competitions per layer."""
-MOST = 64
+LARGEST_RATIO = 64
 """With a large vocabulary, all ratios q / p above this share one cell."""
 
 PerDraft: TypeAlias = Int[Array, " drafts"]
@@ -68,14 +69,13 @@ class Layer(Verifier):
         acceptance; the output is exact for any number.
     """
 
-    rule = "iid"
+    rule = rules.IID
     competitions: int = COMPETITIONS
 
     def __post_init__(self) -> None:
         checked(competitions=self.competitions)
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
-        """See `Verifier`. Consumes `key`."""
         classes = _classes(scored)
         scores = _scores(key, scored, classes, self.competitions)
         sweep_key = jax.random.fold_in(key, scored.length + scored.tree.height + 1)
@@ -111,7 +111,7 @@ class _Contest(NamedTuple):
     rho: Float[Array, "*width drafts"]  # g / p of each draft.
 
 
-class _Plan(NamedTuple):
+class _Node(NamedTuple):
     """The optimal plan at one node, for the D drafts of a layer; a batch has a leading W."""
 
     contest: _Contest
@@ -120,7 +120,7 @@ class _Plan(NamedTuple):
 
 
 def _classes(scored: ScoredTree) -> _Classes:
-    drawable, below = scored.draft_probability() > 0, base.candidates(scored, "iid")
+    drawable, below = scored.draft_probability() > 0, base.candidates(scored, rules.IID)
     first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
     drafts = base.counts(scored, below)
     child = jax.vmap(lambda node: below(node).first())(jnp.arange(scored.tree.size + 1))
@@ -128,26 +128,20 @@ def _classes(scored: ScoredTree) -> _Classes:
     return _Classes(first=first, child=child, drafts=drafts, drawable=drawable)
 
 
-def _p_and_q(scored: ScoredTree, classes: _Classes, node: IntScalar) -> tuple[Probs, Probs]:
-    """Returns p and q at a node; p is 0 where the draft distribution is undefined."""
-    p, q = scored.p_and_q(node, classes.child[node])
-    return jnp.where(p > 0, p, 0), q
-
-
 def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitions: int) -> _Scores:
     """Returns the scores of all nodes, computed from the root down. Consumes `key`."""
     depths = jnp.asarray(scored.tree.depth)
-    p_and_q_at = base.at_nodes(scored, functools.partial(_p_and_q, scored, classes))
+    p_and_q_at = base.at_nodes(scored, lambda node: scored.p_and_q(node, classes.child[node]))
 
-    def cells_of(node: IntScalar, *known: Probs) -> otm.Cells:
-        p, q = known or p_and_q_at(node)
-        return otm.cells_of(p, q, MOST)
+    def cells_of(node: IntScalar, *intermediate: Probs) -> otm.Cells:
+        p, q = intermediate or p_and_q_at(node)
+        return otm.cells_of(p, q, LARGEST_RATIO)
 
     cells_at = base.at_nodes(scored, cells_of)
 
-    def plan_at(
+    def solve(
         tokens_D: PerDraft, node: IntScalar, k: IntScalar, score: FloatScalar, budget: FloatScalar
-    ) -> _Plan:
+    ) -> _Node:
         p, q = p_and_q_at(node)
 
         def several() -> tuple[_Contest, Probs]:
@@ -159,33 +153,33 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         won_D = jnp.maximum(budget * g[tokens_D], jnp.finfo(g.dtype).tiny)
         ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / won_D, 0)
         residual = base.residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
-        return _Plan(contest=contest, ratio=ratio_D, residual=residual)
+        return _Node(contest=contest, ratio=ratio_D, residual=residual)
 
     def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
         return jnp.any((carry[1].score > 0) & (depths == carry[0]))
 
     def step(carry: tuple[IntScalar, _Scores]) -> tuple[IntScalar, _Scores]:
         depth, scores = carry
-        own_key = jax.random.fold_in(key, scored.length + depth)
-        return depth + 1, _compete(own_key, scored, classes, plan_at, depth, scores, competitions)
+        layer_key = jax.random.fold_in(key, scored.length + depth)
+        return depth + 1, _compete(layer_key, scored, classes, solve, depth, scores, competitions)
 
     none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
     start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
-    return base.repeat(scored, scored.tree.height + 1, alive, step, start, settles=True)[1]
+    return base.repeat(scored, scored.tree.height + 1, alive, step, start, absorbing=True)[1]
 
 
 def _compete(
     key: PRNGKeyArray,
     scored: ScoredTree,
     classes: _Classes,
-    plan_at: Callable[..., _Plan],
+    solve: Callable[..., _Node],
     depth: IntScalar,
     scores: _Scores,
     competitions: int,
 ) -> _Scores:
     """Returns the scores after the drafts below the layer at `depth` have competed.
 
-    It sets the scores of the next layer, and the budgets and residuals of this one. `plan_at` is a
+    It sets the scores of the next layer, and the budgets and residuals of this one. `solve` is a
     function of (tokens of the drafts, node, k, score, budget). Consumes `key`.
     """
     tree = scored.tree
@@ -197,17 +191,18 @@ def _compete(
     score_W, k_W = jnp.where(is_first_W, scores.score[nodes_W], 0), classes.drafts[nodes_W]
     competing_W = jnp.where(k_W > 0, score_W, 0)
     budget_W = competing_W / jnp.maximum(jnp.sum(competing_W), jnp.finfo(score_W.dtype).tiny)
-    plan_of = functools.partial(plan_at, tokens_D)
-    plans_W = base.for_each_row(scored, score_W > 0, plan_of, nodes_W, k_W, score_W, budget_W)
+    solved_W: _Node = base.for_each_row(
+        scored, score_W > 0, functools.partial(solve, tokens_D), nodes_W, k_W, score_W, budget_W
+    )
 
     belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
     competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & classes.drawable[drafts_D]
     node_D = jnp.argmax(belongs_WxD, axis=0)
-    share_D = _shares(key, plans_W.contest, node_D, competes_D, competitions)
-    ratio_D = jnp.take_along_axis(plans_W.ratio, node_D[None], axis=0)[0]
+    share_D = _shares(key, solved_W.contest, node_D, competes_D, competitions)
+    ratio_D = jnp.take_along_axis(solved_W.ratio, node_D[None], axis=0)[0]
     won_D = jnp.sum(jnp.where(first_D[:, None] == first_D, share_D, 0), axis=1)
     below_D = jnp.where(competes_D & (first_D == drafts_D), won_D * jnp.minimum(ratio_D, 1), 0)
-    residual_W = jnp.where(score_W > 0, plans_W.residual, 0)
+    residual_W = jnp.where(score_W > 0, solved_W.residual, 0)
     return _Scores(
         score=_at_level(tree, depth + 1, below_D, scores.score),
         budget=_at_level(tree, depth, budget_W, scores.budget),
@@ -242,11 +237,11 @@ def _contest(
     return contest, p * rho
 
 
-def _winner_pmf(p: Probs, q: Probs, k: IntScalar, budget: FloatScalar) -> Probs:
-    """Returns the winner's distribution g."""
+def _competition_pmf(p: Probs, q: Probs, k: IntScalar, budget: FloatScalar) -> Probs:
+    """Returns g, the winner's distribution at a node."""
 
     def several() -> tuple[Int[Array, " vocab"], Float[Array, " cells"]]:
-        cells = otm.cells_of(p, q, MOST)
+        cells = otm.cells_of(p, q, LARGEST_RATIO)
         winner = otm.winner_pmf(cells.p, cells.q, _kappa(k, budget))
         return cells.of_token, otm.shared_ratios(cells, winner)
 
@@ -324,8 +319,8 @@ def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Sc
     # All weights are 0 only by rounding.
     node = draw(node_key, or_else(weights, is_root.astype(weights.dtype)))
 
-    p, q = _p_and_q(scored, classes, node)
-    g = _winner_pmf(p, q, classes.drafts[node], scores.budget[node])
+    p, q = scored.p_and_q(node, classes.child[node])
+    g = _competition_pmf(p, q, classes.drafts[node], scores.budget[node])
     left = jnp.maximum(scores.score[node] * q - scores.budget[node] * g, 0)
     token = base.last_token(token_key, or_else(left, q))
     return base.ending_at(scored, node, token, classes.drafts[classes.first])

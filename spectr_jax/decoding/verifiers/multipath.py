@@ -31,8 +31,10 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import along_winners
+from spectr_jax.transport import rules
 from spectr_jax.transport.otm import cumulative
 from spectr_jax.transport.types import Drafts, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.winner import Winner
 from spectr_jax.utils.errors import UserError
 
 AnyFloat: TypeAlias = Float[Array, "*vocab"]
@@ -42,7 +44,7 @@ AnyFloat: TypeAlias = Float[Array, "*vocab"]
 class MultiPath(Verifier):
     """Verifies one of K i.i.d. chains as a whole: the one whose tokens have the highest q / p."""
 
-    rule = "iid"
+    rule = rules.IID
 
     def check(self, tree: Tree) -> None:
         """Raises `UserError` unless the tree is K chains of one length."""
@@ -51,25 +53,24 @@ class MultiPath(Verifier):
             raise UserError(f"parents={tree.parents!r:.60}: {wanted}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
-        """See `Verifier`. Consumes `key`."""
         chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
-        def win_at(
+        def prepare(
             key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
         ) -> tuple[Ranked, IntScalar, IntScalar]:
             del key  # Tokens of equal ratio are ranked by index.
             ranked = ranked_by_ratio(p, q)
-            draft = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
-            return ranked, draft, drafts[draft]
+            index = jnp.argmax(jnp.where(valid, ranked.rank[drafts], -1))
+            return ranked, index, drafts[index]
 
-        def follow(
+        def win(
             beta: FloatScalar, prepared: tuple[Ranked, IntScalar, IntScalar]
-        ) -> tuple[IntScalar, Probs, FloatScalar]:
-            ranked, draft, token = prepared
-            g, below, upto = winner_pmf(ranked, beta, chains)
-            return draft, g, below[token] / jnp.where(upto[token] > 0, upto[token], 1)
+        ) -> tuple[Winner, FloatScalar]:
+            ranked, index, token = prepared
+            g, below, upto = chosen_pmf(ranked, beta, chains)
+            return Winner(index, g), below[token] / jnp.where(upto[token] > 0, upto[token], 1)
 
-        return along_winners(key, scored, win_at, follow, jnp.zeros((), scored.p.dtype))
+        return along_winners(key, scored, prepare, win, jnp.zeros((), scored.p.dtype))
 
 
 class Ranked(NamedTuple):
@@ -89,8 +90,10 @@ def ranked_by_ratio(p: Probs, q: Probs) -> Ranked:
     return Ranked(rank=rank, p=p, below=jnp.pad(upto[:-1], (1, 0))[rank], upto=upto[rank])
 
 
-def winner_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, Probs, Probs]:
-    """Returns the winner's distribution g, and y below and up to each token, all [V].
+def chosen_pmf(ranked: Ranked, beta: FloatScalar, chains: int) -> tuple[Probs, Probs, Probs]:
+    """Returns g, the distribution of the chosen chain's token, and y below and up to each token.
+
+    All are [V].
 
     Args:
       ranked: the order of tokens at the node.

@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
+from spectr_jax.transport import rules
 from spectr_jax.transport.base import Plan
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
@@ -36,8 +37,8 @@ class TokenByToken(Verifier):
     plan: Plan
 
     @property
-    def rule(self) -> str:
-        return self.plan.drafts
+    def rule(self) -> rules.Rule | None:
+        return self.plan.rule
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
@@ -46,17 +47,21 @@ class TokenByToken(Verifier):
         def choose(node: IntScalar) -> _Walk:
             drafts = below(node)
             p, q = scored.p_and_q(node, drafts.first())
-            own_key = jax.random.fold_in(key, scored.length + depth[node])
-            token = self.plan.select(own_key, p, q, drafts.tokens, drafts.valid).token
+            node_key = jax.random.fold_in(key, scored.length + depth[node])
+            token = self.plan.choose(node_key, p, q, drafts.tokens, drafts.valid)
+            token = jnp.where(jnp.any(q > 0), token, -1)
             carrier, accepted = drafts.carrying(scored.tree, token)
             return _Walk(node=jnp.where(accepted, carrier, node), token=token, alive=accepted)
 
         chosen_at = base.at_nodes(scored, choose)
 
-        def step(walk: _Walk) -> _Walk:
-            return chosen_at(walk.node)
-
         start = _Walk(node=jnp.int32(0), token=jnp.int32(0), alive=jnp.ones((), bool))
-        times = scored.tree.height + 1
-        end = base.repeat(scored, times, lambda walk: walk.alive, step, start, settles=True)
+        end = base.repeat(
+            scored,
+            times=scored.tree.height + 1,
+            alive=lambda walk: walk.alive,
+            step=lambda walk: chosen_at(walk.node),
+            state=start,
+            absorbing=True,
+        )
         return base.ending_at(scored, end.node, end.token, base.counts(scored, below))

@@ -31,8 +31,9 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
-from spectr_jax.transport.base import or_else
-from spectr_jax.transport.types import BoolScalar, IntScalar, Probs
+from spectr_jax.transport import rules
+from spectr_jax.transport.base import normalised, or_else
+from spectr_jax.transport.types import BoolScalar, IntScalar
 
 
 class _State(NamedTuple):
@@ -49,12 +50,11 @@ class _State(NamedTuple):
 class Traversal(Verifier):
     """Verifies from the leaves to the root, for drafts without replacement."""
 
-    rule = "without_replacement"
+    rule = rules.WITHOUT_REPLACEMENT
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
-        """See `Verifier`. Consumes `key`."""
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
-        nodes, begins = (jnp.asarray(each) for each in _visits(tree))
+        nodes, begins = map(jnp.asarray, _visits(tree))
         accept_key, token_key = jax.random.split(jax.random.fold_in(key, scored.length))
         # The root is always accepted.
         uniforms = jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
@@ -80,9 +80,9 @@ def _begun(scored: ScoredTree, state: _State, node: IntScalar) -> _State:
     """Returns the state with the distributions of `node`, and its score given its parent's."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
     above = jnp.maximum(depth - 1, 0)
-    chance, own = state.p[above, token], state.score[above] * state.q[above, token]
+    chance, wanted = state.p[above, token], state.score[above] * state.q[above, token]
     drawable = (chance > 0) & (node > 0)
-    ratio = jnp.minimum(own / jnp.where(chance > 0, chance, 1), 1)
+    ratio = jnp.minimum(wanted / jnp.where(chance > 0, chance, 1), 1)
     scores = state.score.at[depth].set(jnp.where(drawable, ratio, node == 0))
     first_child = jnp.asarray(np.maximum(scored.tree.children_table[:, 0], 0))[node]
     p, q = scored.p_and_q(node, first_child)
@@ -104,15 +104,9 @@ def _ended(
     return state._replace(
         accepted=accepted,
         score=state.score.at[above].set(jnp.where(lost, jnp.minimum(left, 1), score)),
-        q=state.q.at[above].set(jnp.where(lost, _normal(or_else(residual, q)), q)),
-        p=state.p.at[above].set(jnp.where(lost, _normal(p.at[token].set(0)), p)),
+        q=state.q.at[above].set(jnp.where(lost, normalised(or_else(residual, q)), q)),
+        p=state.p.at[above].set(jnp.where(lost, normalised(p.at[token].set(0)), p)),
     )
-
-
-def _normal(weights: Probs) -> Probs:
-    """Returns the weights scaled to sum to 1; zeros stay zeros."""
-    total = jnp.sum(weights)
-    return weights / jnp.where(total > 0, total, 1)
 
 
 def _visits(tree: Tree) -> tuple[Int[np.ndarray, " visits"], Bool[np.ndarray, " visits"]]:

@@ -25,7 +25,7 @@ from spectr_jax.experiments.measure.finished import Finished, check_table
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, check_context, freeze
-from spectr_jax.transport.base import draw
+from spectr_jax.transport.draws import draw
 from spectr_jax.utils.config import check_fields, check_positive, config_hash, to_json
 from spectr_jax.utils.errors import unknown
 

@@ -15,7 +15,7 @@ import numpy as np
 from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import ends
 from spectr_jax.experiments.planning.prediction import RATIOS, WINNERS, ratio_cell, statistic
-from spectr_jax.transport import Plan, otm
+from spectr_jax.transport import Plan, WinnerPlan, otm
 
 
 class Nodes(NamedTuple):
@@ -70,7 +70,7 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
       optimum: the sum over them of alpha_k*, the largest acceptance of any plan for k i.i.d.
         drafts (`otm.acceptance`).
     """
-    (visited, depth), drafts, scored = _visited(call), call.chosen.drafts, call.scored
+    (visited, depth), drafts, scored = _visited(call), call.chosen.draft_counts, call.scored
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
@@ -83,8 +83,8 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
 
 def _visited(call: Call) -> tuple[jax.Array, jax.Array]:
     """Returns whether each depth [height + 1] had a choice among drafts, and the depths."""
-    depth = jnp.arange(len(call.chosen.drafts))
-    return (depth < call.chosen.emitted) & (call.chosen.drafts > 0), depth
+    depth = jnp.arange(len(call.chosen.draft_counts))
+    return (depth < call.chosen.emitted) & (call.chosen.draft_counts > 0), depth
 
 
 @functools.cache
@@ -158,15 +158,16 @@ def observe_drafts(
 
     def observe(call: Call) -> dict[str, jax.Array]:
         drafts = call.scored.tokens[1:]
-        p, q, K = call.scored.p[0], call.scored.q(0), len(drafts)
+        (p, q), K = call.scored.p_and_q(jnp.int32(0), jnp.int32(1)), len(drafts)
+        drawable = call.scored.draft_probability()[1:] > 0
 
         def carriers(plan: Plan, k):
-            valid = jnp.arange(K) < k
+            valid = drawable & (jnp.arange(K) < k)
             token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
             return jnp.zeros(K + 1).at[jnp.sum(valid & (drafts == token))].add(1)
 
-        def winners(plan: Plan, k):
-            valid = jnp.arange(K) < k
+        def winners(plan: WinnerPlan, k):
+            valid = drawable & (jnp.arange(K) < k)
             winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
             token = drafts[winner]
             cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))

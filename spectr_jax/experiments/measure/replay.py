@@ -16,6 +16,7 @@ from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import ends
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.experiments.planning.tree_search import tree_of
+from spectr_jax.transport import rules
 
 
 def covering(trees: Iterable[Tree]) -> Tree:
@@ -31,7 +32,7 @@ def part_of(whole: Tree, part: Tree) -> np.ndarray:
 
 def can_be_replayed(method: Method) -> bool:
     """Returns whether parts of the method's drafted trees are drafted trees of the same rule."""
-    return method.needs_draft and method.verifier.rule in ("iid", "without_replacement")
+    return method.needs_draft and method.verifier.rule in (rules.IID, rules.WITHOUT_REPLACEMENT)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import Block, TokenByToken
 from spectr_jax.experiments.planning import tree_search
+from spectr_jax.transport import rules
 
 STEP = 0.125
 """The step of log2 ratios in a table of winners, and of log2 run, so that run stays on the grid."""
@@ -46,8 +47,11 @@ def statistic(method: Method) -> str | None:
         return None
     if isinstance(verifier, Block):
         return WINNERS
-    by_rule = {"iid": CARRIERS, "without_replacement": CHILDREN, "race": CHILDREN}
-    return by_rule.get(verifier.rule) if isinstance(verifier, TokenByToken) else None
+    if not isinstance(verifier, TokenByToken):
+        return None
+    if verifier.rule == rules.IID:
+        return CARRIERS
+    return CHILDREN if verifier.rule in (rules.WITHOUT_REPLACEMENT, rules.RACE) else None
 
 
 def predictor(method: Method, table: np.ndarray) -> Callable[[Tree], float]:
