@@ -20,8 +20,15 @@ from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, add_observed, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, PolicyRows, for_rows
-from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, sequence_keys
+from spectr_jax.decoding.policy import Policy, PolicyRows
+from spectr_jax.decoding.request import (
+    AnyModel,
+    Observe,
+    Request,
+    checked,
+    request_of,
+    sequence_keys,
+)
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -75,7 +82,7 @@ def generate(
 
     Args:
       key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence
-        `i` uses `fold_in(key, i)`.
+        `i` uses `fold_in(key, i)`. Not of the kind "rbg", whose rows share bits under `vmap`.
       method: from `get_method`.
       target: the output of `load`, an `nnx.Module` that follows `Model`, or `freeze` of one of
         these, which saves time over many calls.
@@ -104,16 +111,10 @@ def generate(
     Raises:
       UserError: an argument is out of range, or does not fit the others.
     """
-    options: dict[str, Any] = {
-        "policy": policy,
-        "draft_policy": draft_policy,
-        "observe": observe,
-        "mesh": mesh,
-    }
-    rows = prompts, prompt_lengths, max_new_tokens
-    request = checked(key, method, target, draft, *rows, logprobs=logprobs, stop=stop, **options)
-    generation: Generation = _generate(request)
-    return generation
+    options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": stop}
+    rows = prompts, prompt_lengths, max_new_tokens, policy
+    request = checked(key, method, target, draft, *rows, draft_policy=draft_policy, **options)
+    return _generate(request)
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
@@ -124,7 +125,6 @@ def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
 @jax.jit
 def _generate(request: Request) -> Generation:
     """Returns the output of `_decode`; with a mesh, each device decodes its share."""
-    request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
     if request.mesh is None:
         return _decode(request)
     copies: Any = PartitionSpec()
@@ -132,11 +132,11 @@ def _generate(request: Request) -> Generation:
     policy = PolicyRows(shaping=rows, eos=rows, process=copies)
     specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), copies)
     specs |= dict.fromkeys(("keys", "prompts", "limits"), rows)
+    request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
     share = dataclasses.replace(request, policy=policy, draft_policy=policy, **specs)
-    generation: Generation = jax.shard_map(
+    return jax.shard_map(
         _decode, mesh=request.mesh, in_specs=(share,), out_specs=rows, check_vma=False
     )(request)
-    return generation
 
 
 def decode(
@@ -176,24 +176,10 @@ def decode(
     Returns:
       The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
-    policy = policy or Policy()
-    return _decode(
-        Request(
-            keys=key,
-            method=method,
-            target=target,
-            draft=draft,
-            prompts=Sequences(tokens=prompts, lengths=prompt_lengths),
-            limits=prompt_lengths + max_new_tokens,
-            room=max_new_tokens,
-            policy=for_rows(policy, len(prompts)),
-            draft_policy=for_rows(draft_policy or policy, len(prompts)),
-            observe=observe,
-            mesh=None,
-            logprobs=logprobs,
-            stop=stop,
-        )
-    )
+    sequences = Sequences(tokens=prompts, lengths=prompt_lengths)
+    rows = sequences, max_new_tokens, max_new_tokens
+    options: Any = {"observe": observe, "logprobs": logprobs, "stop": stop}
+    return _decode(request_of(key, method, target, draft, *rows, policy, draft_policy, **options))
 
 
 def _decode(request: Request) -> Generation:
@@ -212,13 +198,13 @@ def _decode(request: Request) -> Generation:
     T = request.prompts.tokens.shape[1] + request.room
 
     def until_end(rows_BxT: Array) -> Array:
-        return jnp.where(jnp.arange(T) < end.lengths[:, None], rows_BxT[:, :T], 0)
+        return jnp.where(jnp.arange(T) < end.sequences.lengths[:, None], rows_BxT[:, :T], 0)
 
     return Generation(
-        tokens=until_end(end.tokens),
-        lengths=end.lengths,
+        tokens=until_end(end.sequences.tokens),
+        lengths=end.sequences.lengths,
         target_calls=end.calls,
-        emitted_per_call=end.histogram,
+        emitted_per_call=end.emitted_per_call,
         observed=end.observed,
         logprobs=jax.tree.map(until_end, end.logprobs),
     )

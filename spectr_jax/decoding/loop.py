@@ -3,7 +3,6 @@
 Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,16 +16,14 @@ from spectr_jax.decoding import logprobs, processing
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.drafters import Drafts, Sequences, Setup, Verified
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import ends
 from spectr_jax.decoding.running import run, run_on_prompts
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.stopping import MATCHED, START
-from spectr_jax.decoding.tree import Keys, NodeTokens, Paths, PerRow, Tokens, Tree
-from spectr_jax.decoding.verifiers.base import Selection, for_each_sequence
+from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
+from spectr_jax.decoding.verifiers.base import Selection, for_each_row
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.cache import Cache, keep
-from spectr_jax.models.frozen import Frozen
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar
 
@@ -39,7 +36,8 @@ class Call(NamedTuple):
 
     Attributes:
       key: for random numbers in `observe`; not used elsewhere.
-      scored: the drafts, with the distributions of both models.
+      scored: the drafts, with the distributions of both models. Those of the target are undefined
+        at nodes without a draft.
       chosen: the emitted tokens and the accepted path.
       eos: the tokens that end the sequence, for `policy.ends`.
     """
@@ -51,15 +49,14 @@ class Call(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The state of a generation between calls."""
+    """The state of a generation between calls, for sequences of L committed tokens."""
 
-    tokens: Tokens  # The committed tokens of each sequence, then unused room.
-    lengths: PerRow  # The number of committed tokens.
+    sequences: Sequences
     done: Bool[Array, " batch"]  # Whether each sequence has ended.
     calls: PerRow  # The number of target calls of each sequence.
-    histogram: Int[Array, "batch counts"]  # The number of calls that emitted 0, 1, 2, ... tokens.
-    target_cache: Cache  # Holds all committed tokens but the last.
-    drafter: Any  # The state of the drafter.
+    emitted_per_call: Int[Array, "batch counts"]  # The number of calls that emitted 0, 1, 2, ...
+    target_cache: Cache  # Of length L - 1: each call runs on the last token again.
+    drafter_state: Any  # Caches of draft models are of length L - R (`levels.cache_lengths`).
     observed: Any = None  # The outputs of `observe`, summed over calls.
     logprobs: Logprobs | None = None  # Of the committed tokens.
     stop_states: PerRow | None = None  # The states of the stop automaton.
@@ -75,61 +72,43 @@ class Selected(NamedTuple):
     logprobs: Logprobs | None  # Of the chosen tokens.
 
 
-def setup_of(method: Method, target: Frozen, draft: Frozen | None, **options: Any) -> Setup:
-    """Returns the `Setup` of a method with these models; `options` are its other fields."""
-    model = draft.merge() if draft and method.needs_draft else None
-    return Setup(
-        tree=method.tree,
-        drafter=method.drafter_for(model),
-        verifier=method.verifier,
-        target=target.merge(),
-        draft=model,
-        **options,
-    )
-
-
 def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = False) -> Loop:
     """Runs the models on the prompts; returns the state before the first call.
 
-    Args:
-      setup: of the generation.
-      prompts: tokens [B, T] and lengths [B].
-      room: static; the largest number of new tokens of any sequence.
-      with_logprobs: static; whether to record log-probabilities.
+    `room` is static, the largest number of new tokens of any sequence. With `with_logprobs`, the
+    calls record log-probabilities.
     """
     tree, drafter, (B, T) = setup.tree, setup.drafter, prompts.tokens.shape
-    capacity = T + room + tree.size + drafter.recalled(tree)
-    show = drafter.features(setup.draft)
-    cache, features = run_on_prompts(setup.target, *prompts, capacity, show=show)
+    capacity, shown = T + room + tree.size, drafter.layers_shown(setup.draft)
+    cache, features = run_on_prompts(setup.target, *prompts, capacity, layers_shown=shown)
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, room + tree.height + 1)))
     none_yet = jnp.zeros(tokens.shape, jnp.float32)
     return Loop(
-        tokens=tokens,
-        lengths=prompts.lengths,
+        sequences=Sequences(tokens=tokens, lengths=prompts.lengths),
         done=jnp.zeros(B, bool),
         calls=jnp.zeros(B, jnp.int32),
-        histogram=jnp.zeros((B, tree.height + 2), jnp.int32),
-        target_cache=dataclasses.replace(cache, lengths=prompts.lengths - 1),
-        drafter=drafter.init(setup, prompts, capacity, features),
+        emitted_per_call=jnp.zeros((B, tree.height + 2), jnp.int32),
+        target_cache=Cache(cache.rows, prompts.lengths - 1),
+        drafter_state=drafter.init(setup, prompts, capacity, features),
         logprobs=Logprobs(policy=none_yet, model=none_yet) if with_logprobs else None,
         stop_states=None if setup.stop is None else jnp.full(B, START, jnp.int32),
     )
 
 
-def observe_call(observe: Callable[[Call], Any] | None, call: Call) -> Any:
+def observe_call(observe: Callable[[Call], Any] | None, called: Call) -> Any:
     """Returns the outputs of `observe` for each sequence of a call; booleans become integers."""
-    observed = None if observe is None else jax.vmap(observe)(call)
+    observed = None if observe is None else jax.vmap(observe)(called)
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
-def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, call: Call) -> Any:
+def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, called: Call) -> Any:
     """Returns `loop.observed` plus the outputs of `observe` for the sequences that are not done."""
 
     def add(total: Array, new: Array) -> Array:
         done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
         return total + jnp.where(done, 0, new)
 
-    return jax.tree.map(add, loop.observed, observe_call(observe, call))
+    return jax.tree.map(add, loop.observed, observe_call(observe, called))
 
 
 def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
@@ -164,8 +143,8 @@ def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
 
 def draft(loop: Loop, setup: Setup, keys_B: Keys) -> Drafts:
     """Phase 1 of a call: returns the tokens of the tree. Consumes `keys_B`."""
-    sequences = Sequences(tokens=loop.tokens, lengths=loop.lengths)
-    return setup.drafter.draft(setup, keys_B, sequences, loop.drafter, loop.target_cache)
+    now = loop.sequences, loop.drafter_state, loop.target_cache
+    return setup.drafter.draft(setup, keys_B, *now)
 
 
 def score_and_select(
@@ -173,18 +152,21 @@ def score_and_select(
 ) -> Selected:
     """Phases 2 and 3 of a call: scores a tree and selects tokens. Consumes `keys_B`.
 
-    `tree` is the drafted tree, or its root alone. `cache` is the target's.
+    `tree` is the drafted tree, or its root alone. `cache` is the target's. The target runs once, on
+    the last committed token (the root) and all drafted nodes (SpecTr, section 7).
     """
     # The logits after nodes without a draft are unused.
     tokens, nodes = jnp.maximum(drafts.tokens[:, : tree.size + 1], 0), np.arange(tree.size + 1)
     with jax.named_scope("score"):
-        show = setup.drafter.features(setup.draft)
-        raw, features, cache = score(setup.target, tree, tokens, loop.lengths, cache, show)
+        shown = setup.drafter.layers_shown(setup.draft)
+        lengths_B = loop.sequences.lengths
+        raw, features, cache = score(setup.target, tree, tokens, lengths_B, cache, shown)
     with jax.named_scope("select"):
-        committed = loop.tokens, loop.lengths
-        logits = processing.processed(setup.policy.process, tree, nodes, raw, tokens, *committed)
+        process = setup.policy.process
+        logits = processing.processed(process, tree, nodes, raw, tokens, *loop.sequences)
         scored = _scored_tree(loop, setup, drafts, tree, logits)
-        chosen = for_each_sequence(setup.verifier, loop.done, keys_B, scored)
+        each = setup.verifier, keys_B, scored
+        chosen = for_each_row(scored, ~loop.done, *each)
     return Selected(
         logits=logits,
         features=features,
@@ -200,7 +182,7 @@ def _scored_tree(
     return ScoredTree(
         tree=tree,
         shaping=setup.policy.shaping,
-        length=loop.lengths,
+        length=loop.sequences.lengths,
         tokens=drafts.tokens[:, : tree.size + 1],
         p=drafts.p,
         logits=logits_BxNxV,
@@ -213,29 +195,16 @@ def score(
     tokens_BxN: NodeTokens,
     lengths_B: PerRow,
     cache: Cache,
-    show: tuple[int, ...] | None = None,
+    layers_shown: tuple[int, ...] | None = None,
 ) -> tuple[Float[Array, "batch nodes vocab"], Float[Array, "batch nodes features"] | None, Cache]:
-    """Runs the target once, on the last committed token (the root) and all drafted nodes.
+    """Returns the target's logits [B, N + 1, V], its features [B, N + 1, F] or None, and its cache.
 
-    `cache` holds the committed tokens without the root. `show` is that of `running.run`.
-
-    Returns:
-      logits [B, N + 1, V] of the token after each node, the features [B, N + 1, F] or None, and the
-      cache with all nodes pending.
+    `cache` holds the committed tokens without the root; all nodes are pending in the result.
     """
     # Nodes past the context are never emitted, but a NaN there would get past the mask.
     positions = jnp.minimum(lengths_B[:, None] - 1 + jnp.asarray(tree.depth), target.context - 1)
     visible = jnp.broadcast_to(tree.ancestors, (len(lengths_B), *tree.ancestors.shape))
-    return run(target, tokens_BxN, positions, visible, cache, show=show)
-
-
-def keep_path(cache: Cache, tree: Tree, path_BxD: Paths, lengths_B: PerRow) -> Cache:
-    """Keeps the root and the accepted path in the target's cache, for the new `lengths_B`.
-
-    The root's row is already in place, and so are the rows of a chain.
-    """
-    moved = path_BxD[:, : 0 if tree.size == tree.height else None]
-    return keep(cache, moved, lengths_B - 1, in_place=1)
+    return run(target, tokens_BxN, positions, visible, cache, layers_shown=layers_shown)
 
 
 def _where_drafted(
@@ -256,8 +225,7 @@ def _where_drafted(
             sizes = zip(narrow.shape, wide.shape, strict=True)
             return jnp.pad(narrow, [(0, long - short) for short, long in sizes])
 
-        selected: Selected = jax.tree.map(padded, score_and_select(trees.none(), cache), start)
-        return selected
+        return jax.tree.map(padded, score_and_select(trees.none(), cache), start)
 
     def apply_if(
         wanted: BoolScalar, branch: Callable[[Cache], Selected], before: Selected
@@ -276,8 +244,7 @@ def _where_drafted(
 
 def _append(all_BxT: Array, new_BxS: Array, starts_B: PerRow) -> Array:
     update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
-    updated: Array = update(all_BxT, new_BxS, starts_B)
-    return updated
+    return update(all_BxT, new_BxS, starts_B)
 
 
 def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop:
@@ -285,11 +252,11 @@ def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop
 
     The target's cache keeps the accepted path, and the drafter updates its state.
     """
-    chosen, stop, states_BxS = selected.chosen, setup.stop, None
-    emitted = jnp.minimum(chosen.emitted, setup.limits - loop.lengths)
+    (tokens_BxT, lengths_B), chosen, states_BxS = loop.sequences, selected.chosen, None
+    emitted = jnp.minimum(chosen.emitted, setup.limits - lengths_B)
     is_end, stop_states = ends(chosen.tokens, setup.policy.eos), None
-    if stop is not None and loop.stop_states is not None:
-        states_BxS = stop.follow(loop.stop_states, chosen.tokens)
+    if setup.stop is not None and loop.stop_states is not None:
+        states_BxS = setup.stop.follow(loop.stop_states, chosen.tokens)
         is_end |= states_BxS == MATCHED
     is_end &= jnp.arange(chosen.tokens.shape[1]) < emitted[:, None]
     ended = jnp.any(is_end, axis=1)
@@ -298,25 +265,27 @@ def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop
     if states_BxS is not None:
         stop_states = jnp.take_along_axis(states_BxS, emitted[:, None] - 1, axis=1)[:, 0]
     emitted = jnp.where(loop.done, 0, emitted)
-    append = functools.partial(_append, starts_B=loop.lengths)
-    after = Sequences(tokens=append(loop.tokens, chosen.tokens), lengths=loop.lengths + emitted)
+    append = functools.partial(_append, starts_B=lengths_B)
+    after = Sequences(tokens=append(tokens_BxT, chosen.tokens), lengths=lengths_B + emitted)
     verified = Verified(
         drafted=drafts.tokens,
         logits=selected.logits,
         features=selected.features,
         path=chosen.path,
-        before=loop.lengths,
+        lengths_before=lengths_B,
         after=after,
     )
-    counted = loop.histogram.at[jnp.arange(len(emitted)), emitted]
+    # Node i is pending row i. The rows of the root and of a chain are in place already.
+    is_chain = setup.tree.size == setup.tree.height
+    moved = chosen.path[:, :0] if is_chain else chosen.path
+    counted = loop.emitted_per_call.at[jnp.arange(len(emitted)), emitted]
     return Loop(
-        tokens=after.tokens,
-        lengths=after.lengths,
+        sequences=after,
         done=loop.done | ended | (after.lengths >= setup.limits),
         calls=loop.calls + ~loop.done,
-        histogram=counted.add((~loop.done).astype(jnp.int32)),
-        target_cache=keep_path(selected.cache, setup.tree, chosen.path, after.lengths),
-        drafter=setup.drafter.commit(setup, drafts.state, verified),
+        emitted_per_call=counted.add((~loop.done).astype(jnp.int32)),
+        target_cache=keep(selected.cache, moved, after.lengths - 1, in_place=1),
+        drafter_state=setup.drafter.commit(setup, drafts.state, verified),
         observed=loop.observed,
         logprobs=jax.tree.map(append, loop.logprobs, selected.logprobs),
         stop_states=stop_states,

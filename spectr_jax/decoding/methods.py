@@ -12,22 +12,18 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from spectr_jax import transport
+from spectr_jax.decoding import drafters, verifiers
 from spectr_jax.decoding import tree as trees
-from spectr_jax.decoding.drafters import Drafter, DraftModel, EarlyExit, Lookup, NoDrafts
+from spectr_jax.decoding.drafters import Drafter, DraftModel
 from spectr_jax.decoding.tree import Tree
-from spectr_jax.decoding.verifiers import (
-    Block,
-    FromTarget,
-    Layer,
-    MultiPath,
-    TokenByToken,
-    Traversal,
-    Verifier,
-)
+from spectr_jax.decoding.verifiers import Block, TokenByToken, Verifier
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
+from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils.errors import UserError, unknown
 
 Shape: TypeAlias = Tree | str | None
+Count: TypeAlias = int | None
+
 NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 """The default K and L."""
 
@@ -78,9 +74,12 @@ class Method:
         """Returns whether the method uses a draft model."""
         return self.tree.size > 0 and self.drafter.needs_model
 
-    def drafter_for(self, draft: Any) -> Drafter:
-        """Returns the drafter for this draft model; a tree without nodes needs none."""
-        return self.drafter.for_model(draft) if self.tree.size else NoDrafts()
+    def drafter_for(self, draft: Frozen | None) -> Drafter:
+        """Returns the drafter; a tree without nodes needs none, a draft with features its own."""
+        if not self.tree.size:
+            return drafters.NoDrafts()
+        sees_features = draft is not None and draft.features_seen
+        return drafters.FeatureModel() if sees_features else self.drafter
 
 
 Factory: TypeAlias = Callable[..., Method]
@@ -92,11 +91,7 @@ def _on_chain(verifier: Verifier, *, draft_length: int = DRAFT_LENGTH) -> Method
 
 
 def _on_iid_drafts(
-    verifier: Verifier,
-    *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
-    tree: Shape = None,
+    verifier: Verifier, *, num_drafts: Count = None, draft_length: Count = None, tree: Shape = None
 ) -> Method:
     """Returns a method on K i.i.d. chains of L drafts, or on a prefix tree."""
     return Method("", _shape(num_drafts, draft_length, tree), verifier)
@@ -109,8 +104,8 @@ def _on_any_tree(verifier: Verifier, *, tree: Tree | str = ANY_TREE) -> Method:
 
 def kseq_gamma(
     *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
+    num_drafts: Count = None,
+    draft_length: Count = None,
     tree: Shape = None,
     gamma: float | None = None,
 ) -> Method:
@@ -124,24 +119,24 @@ def kseq_gamma(
 
 def otm_layer(
     *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
+    num_drafts: Count = None,
+    draft_length: Count = None,
     tree: Shape = None,
     competitions: int = COMPETITIONS,
 ) -> Method:
     """Returns the method in which all drafts of a layer compete (`decoding.verifiers.layer`)."""
-    return Method("", _shape(num_drafts, draft_length, tree), Layer(competitions))
+    return Method("", _shape(num_drafts, draft_length, tree), verifiers.Layer(competitions))
 
 
 def gbv(*, num_drafts: int = NUM_DRAFTS, draft_length: int = DRAFT_LENGTH) -> Method:
     """Returns greedy multi-path block verification of K i.i.d. chains (Thomas and Pal, 2026)."""
-    return Method("", _shape(num_drafts, draft_length, None), MultiPath())
+    return Method("", _shape(num_drafts, draft_length, None), verifiers.MultiPath())
 
 
 def lookup(
     *,
-    num_drafts: int | None = None,
-    draft_length: int | None = None,
+    num_drafts: Count = None,
+    draft_length: Count = None,
     tree: Shape = None,
     max_ngram: int = 3,
     min_ngram: int = 1,
@@ -153,7 +148,7 @@ def lookup(
     if tree is None and num_drafts is None:
         num_drafts = 1
     shape = _shape(num_drafts, draft_length, tree)
-    return Method("", shape, FromTarget(), Lookup(max_ngram, min_ngram))
+    return Method("", shape, verifiers.FromTarget(), drafters.Lookup(max_ngram, min_ngram))
 
 
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
@@ -162,7 +157,7 @@ def self_speculative(*, layers: int = 1, method: str = "speculative", **options:
     Both share keys and values. `options` are those of `method`. There is no draft model. This pays
     if the target was trained with `early_exit`.
     """
-    return dataclasses.replace(get_method(method, **options), drafter=EarlyExit(layers))
+    return dataclasses.replace(get_method(method, **options), drafter=drafters.EarlyExit(layers))
 
 
 def _shape(num_drafts: int | None, draft_length: int | None, tree: Shape) -> Tree:
@@ -205,7 +200,7 @@ METHODS: dict[str, Factory] = {
     # Greedy speculative decoding, drafted without replacement: ERSD, Algorithm 4.
     "gsd": partial(_on_any_tree, TokenByToken(_plan("recursive_without_replacement"))),
     # Traversal verification, from the leaves to the root: Weng et al., 2025.
-    "traversal": partial(_on_any_tree, Traversal()),
+    "traversal": partial(_on_any_tree, verifiers.Traversal()),
     # Exponential races: ERSD, Algorithm 5. The output does not depend on the draft model.
     "ersd": partial(_on_any_tree, TokenByToken(_plan("race"))),
     # The likeliest tokens and one draw, with the optimal plan for them: Hu et al., 2025.

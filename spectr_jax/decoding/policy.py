@@ -193,12 +193,9 @@ def shaping_of(policy: Policy) -> Shaping:
     limits = {name: LIMITS[name] if value is None else value for name, value in limits.items()}
     traced = _numpy(list(limits.values())) is jnp
     limited = traced or any(np.any(np.asarray(limits[name]) != LIMITS[name]) for name in LIMITS)
-    return Shaping(
-        temperature=_array(policy.temperature, np.float32),
-        limits={name: _array(limits[name], LIMITS[name].dtype) for name in LIMITS}
-        if limited
-        else None,
-    )
+    arrays = {name: _array(limits[name], LIMITS[name].dtype) for name in LIMITS}
+    temperature = _array(policy.temperature, np.float32)
+    return Shaping(temperature=temperature, limits=arrays if limited else None)
 
 
 def _numpy(value: Any) -> Any:
@@ -225,17 +222,13 @@ def probabilities(logits: Logits, policy: Policy) -> Logits:
     return shaped(logits, shaping_of(policy))
 
 
+@jax.jit
 def shaped(logits: Logits, shaping: Shaping) -> Logits:
     """Returns the float32 distribution of processed `logits` [..., V].
 
     If `shaping` has one value per sequence, the first dimension of the logits is the sequences.
     """
-    pmf: Array = _shaped(logits, shaping)
-    return pmf
 
-
-@jax.jit
-def _shaped(logits: Logits, shaping: Shaping) -> Logits:
     def by_row(rows: Array) -> Array:
         return rows.reshape(*rows.shape, *[1] * (logits.ndim - rows.ndim))
 
@@ -253,8 +246,7 @@ def _shaped(logits: Logits, shaping: Shaping) -> Logits:
         return jax.lax.cond(jnp.any(temperature > 0), both, greedy)
 
     otherwise = greedy if temperature.size == 1 else some
-    pmf: Array = jax.lax.cond(jnp.all(temperature > 0), softened, otherwise)
-    return pmf
+    return jax.lax.cond(jnp.all(temperature > 0), softened, otherwise)
 
 
 def _softened(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
@@ -288,8 +280,7 @@ def _limited(
 
         if not cpu.on_cpu():
             return some()
-        found: Array = jax.lax.cond(jnp.any(wanted), some, lambda: none)
-        return found
+        return jax.lax.cond(jnp.any(wanted), some, lambda: none)
 
     weights = jnp.where(order >= least(top_k > 0, jnp.ones_like(order), top_k), weights, 0)
     mass = top_p * jnp.sum(weights, axis=-1, keepdims=True)
@@ -313,8 +304,7 @@ def _least(
 
     shape = (*order.shape[:-1], 1)
     start = jnp.full(shape, LOWEST, jnp.int32), jnp.zeros(shape, jnp.int32)
-    found: Array = jax.lax.fori_loop(0, STEPS, halve, start)[1]
-    return found
+    return jax.lax.fori_loop(0, STEPS, halve, start)[1]
 
 
 def _greedy(logits: Logits) -> Logits:

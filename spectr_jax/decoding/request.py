@@ -8,22 +8,23 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.typing import ArrayLike
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
-from spectr_jax.decoding import checks, processing, stopping
+from spectr_jax.decoding import processing, stopping
 from spectr_jax.decoding.drafters import Sequences, Setup
-from spectr_jax.decoding.loop import Call, setup_of
+from spectr_jax.decoding.loop import Call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, PolicyRows, check_policy, for_rows
 from spectr_jax.decoding.stopping import Stop, StopSpec
-from spectr_jax.decoding.tree import Keys, PerRow
+from spectr_jax.decoding.tree import Keys, PerRow, check_positive
 from spectr_jax.models.base import Model
-from spectr_jax.models.frozen import Frozen, Trained, freeze
+from spectr_jax.models.frozen import Frozen, Trained, check_context, freeze
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
 AnyModel: TypeAlias = Model | Frozen | Trained
 Observe: TypeAlias = Callable[[Call], Any]
+Tokens: TypeAlias = ArrayLike | Sequence[Sequence[int]]
 
 BUCKET = 16
 """The padded length of prompts, and the room for new tokens, are multiples of this."""
@@ -35,7 +36,7 @@ STATIC = {"static": True}
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """What a generation starts from.
 
@@ -55,17 +56,19 @@ class Request:
     room: int = dataclasses.field(metadata=STATIC)
     policy: PolicyRows
     draft_policy: PolicyRows
-    observe: Observe | None = dataclasses.field(metadata=STATIC)
-    mesh: Mesh | None = dataclasses.field(metadata=STATIC)
-    logprobs: bool = dataclasses.field(metadata=STATIC)
-    stop: Stop | None
+    observe: Observe | None = dataclasses.field(default=None, metadata=STATIC)
+    mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
+    logprobs: bool = dataclasses.field(default=False, metadata=STATIC)
+    stop: Stop | None = None
 
     def setup(self) -> Setup:
         """Returns what stays the same during the generation; the models are merged."""
-        return setup_of(
-            self.method,
-            self.target,
-            self.draft,
+        return Setup(
+            tree=self.method.tree,
+            drafter=self.method.drafter_for(self.draft),
+            verifier=self.method.verifier,
+            target=self.target.merge(),
+            draft=None if self.draft is None else self.draft.merge(),
             keys=sequence_keys(self.keys, len(self.limits)),
             limits=self.limits,
             policy=self.policy,
@@ -74,12 +77,40 @@ class Request:
         )
 
 
+def request_of(
+    key: PRNGKeyArray | Keys,
+    method: Method,
+    target: Frozen,
+    draft: Frozen | None,
+    prompts: Sequences,
+    max_new_tokens: int,
+    room: int,
+    policy: Policy | None = None,
+    draft_policy: Policy | None = None,
+    **options: Any,
+) -> Request:
+    """Returns a request, with defaults for both policies; `options` are its other fields."""
+    policy = policy or Policy()
+    return Request(
+        keys=key,
+        method=method,
+        target=target,
+        draft=draft if method.needs_draft else None,
+        prompts=prompts,
+        limits=prompts.lengths + np.int32(max_new_tokens),
+        room=room,
+        policy=for_rows(policy, len(prompts.lengths)),
+        draft_policy=for_rows(draft_policy or policy, len(prompts.lengths)),
+        **options,
+    )
+
+
 def checked(
     key: PRNGKeyArray | Keys,
     method: Method,
     target: AnyModel,
     draft: AnyModel | None,
-    prompts: ArrayLike | Sequence[Sequence[int]],
+    prompts: Tokens,
     prompt_lengths: ArrayLike | Sequence[int],
     max_new_tokens: int,
     policy: Policy | None = None,
@@ -91,48 +122,108 @@ def checked(
     *,
     bucket: int = BUCKET,
 ) -> Request:
-    """Returns the arguments of `generate`, checked; prompts are padded to a multiple of `bucket`.
+    """Returns the request of `generate`; prompts are padded to a multiple of `bucket`.
 
     Raises:
       UserError: as in `generate`.
     """
-    policy = Policy() if policy is None else policy
-    draft_policy = policy if draft_policy is None else draft_policy
-    checks.check_method(method)
+    if not isinstance(method, Method):
+        raise UserError(f"method={method!r}: must be a Method, such as get_method('speculative')")
     if not isinstance(observe, Hashable) or not (observe is None or callable(observe)):
         raise UserError(f"observe={observe!r}: must be a hashable function of one Call, or None")
     if not isinstance(logprobs, bool):
         raise UserError(f"logprobs={logprobs!r}: must be True or False")
-    tokens = checks.whole_numbers("prompts", prompts)
-    lengths: Any = checks.whole_numbers("prompt_lengths", prompt_lengths)
-    drafts = method.needs_draft and draft is not None
-    models = freeze(target), freeze(draft) if drafts else None  # type: ignore[arg-type]
-    checks.check_request(method, *models, tokens, lengths, max_new_tokens)
-    checks.check_key(key, len(tokens))
-    tokenizer = getattr(target, "tokenizer", None)
-    for each, owner in ((policy, ""), (draft_policy, "draft_")):
-        check_policy(each, len(tokens), owner)
-        processing.check_vocabulary(each.process, models[0].vocab_size)
+    tokens: Any = whole_numbers("prompts", prompts)
+    lengths: Any = whole_numbers("prompt_lengths", prompt_lengths)
+    drafted = method.needs_draft and draft is not None
+    models = freeze(target), freeze(draft) if drafted else None  # type: ignore[arg-type]
+    _check_prompts(tokens, lengths, max_new_tokens, models[0])
+    _check_models(method, *models)
+    _check_key(key, len(tokens))
+    for wanted, owner in ((policy, ""), (draft_policy, "draft_")):
+        if wanted is not None:
+            check_policy(wanted, len(tokens), owner)
+            processing.check_vocabulary(wanted.process, models[0].vocab_size)
+    automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
     padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
-    return Request(
-        keys=key,
-        method=method,
-        target=models[0],
-        draft=models[1],
-        prompts=Sequences(tokens=padded, lengths=lengths),
-        limits=lengths + np.int32(max_new_tokens),
-        room=-(-max_new_tokens // BUCKET) * BUCKET,
-        policy=for_rows(policy, len(tokens)),
-        draft_policy=for_rows(draft_policy, len(tokens)),
-        observe=observe,
-        mesh=mesh,
-        logprobs=logprobs,
-        stop=stopping.prepared(stop, tokenizer, models[0].vocab_size),
-    )
+    room = -(-max_new_tokens // BUCKET) * BUCKET
+    options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": automaton}
+    rows = Sequences(tokens=padded, lengths=lengths), max_new_tokens, room
+    return request_of(key, method, models[0], models[1], *rows, policy, draft_policy, **options)
+
+
+def whole_numbers(name: str, values: Any) -> Int[np.ndarray, "..."]:
+    """Returns `values` as an int32 array.
+
+    Raises:
+      UserError: a value is not an integer or is outside int32, or rows differ in length.
+    """
+    help_ = "give tokens, such as those of `tokenizer.prompts`"
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        if isinstance(values, Sequence):
+            raise UserError(f"{name}: the rows have unequal lengths; pad them") from error
+        raise UserError(f"{name}: is a {type(values).__name__}; {help_}") from error
+    if array.dtype.kind not in "iuf" or np.any(array != np.floor(array)):
+        raise UserError(f"{name}: must be integers, not {array.dtype}; {help_}")
+    beyond = array[(array < -(2**31)) | (array >= 2**31)]
+    if beyond.size:
+        raise UserError(f"{name}: {beyond[0]} is outside int32; {help_}")
+    return array.astype(np.int32)
+
+
+def _check_prompts(
+    tokens: Int[np.ndarray, "..."],
+    lengths: Int[np.ndarray, "..."],
+    max_new_tokens: int,
+    target: Frozen,
+) -> None:
+    """Raises `UserError` unless the prompts fit each other and the target."""
+    check_positive(max_new_tokens=max_new_tokens)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        shapes = f"prompts {tokens.shape} and prompt_lengths {lengths.shape}"
+        raise UserError(f"{shapes}: must have shapes [B, T] and [B]")
+    if not len(tokens) or lengths.min() < 1 or lengths.max() > tokens.shape[1]:
+        within = f"1..{tokens.shape[1]}; a prompt needs at least BOS"
+        raise UserError(f"prompt_lengths={lengths}: must be within {within}")
+    V, longest = target.vocab_size, int(lengths.max())
+    if tokens.min() < 0 or tokens.max() >= V:
+        raise UserError(f"prompts: a token is outside 0..{V - 1}; use the target's tokenizer")
+    asked = f"prompts of {longest} tokens, max_new_tokens={max_new_tokens}"
+    check_context(asked, longest + max_new_tokens, target, "lower one of them")
+
+
+def _check_models(method: Method, target: Frozen, draft: Frozen | None) -> None:
+    """Raises `UserError` unless the models fit the method."""
+    owner, rule, V = f"method {method.name!r}", method.verifier.rule, target.vocab_size
+    children = method.tree.children_table.shape[1]
+    if rule is not None and rule.distinct and children > V:
+        hint = f"but there are {V} tokens; give a narrower tree"
+        raise UserError(f"{owner}: a node has {children} children, {hint}")
+    if method.needs_draft and draft is None:
+        raise UserError(f"{owner}: needs a draft model; give one, or use 'lookup'")
+    if draft is not None and draft.vocab_size != V:
+        hint = "use a common vocabulary, or spectr_jax.loading.pairs.fitted"
+        raise UserError(f"draft: has {draft.vocab_size} tokens, but the target has {V}; {hint}")
+    method.drafter_for(draft).check(target, draft)
+
+
+def _check_key(key: Any, sequences: int) -> None:
+    """Raises `UserError` unless `key` is one typed key, or one per sequence."""
+    dtype = getattr(key, "dtype", np.dtype(bool))
+    is_typed = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_typed or key.shape not in ((), (sequences,)):
+        name = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+        wanted = f"must be a typed key, such as jax.random.key(seed), or {sequences} of them"
+        raise UserError(f"key={name}: {wanted}")
+    if "rbg" in str(jax.random.key_impl(key)):  # Under vmap, all rows draw from the first key.
+        hint = "give jax.random.key(seed, impl='threefry2x32')"
+        raise UserError(f"key={key.dtype}: sequences would share random bits; {hint}")
 
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:

@@ -34,7 +34,7 @@ def run(
     pending: int = 0,
     *,
     features_BxNxE: Float[Array, "batch new seen_features"] | None = None,
-    show: tuple[int, ...] | None = None,
+    layers_shown: tuple[int, ...] | None = None,
     only_B: PerRow | None = None,
 ) -> tuple[Float[Array, "batch scored vocab"], Float[Array, "batch scored features"] | None, Cache]:
     """Runs a model on new tokens; returns their logits and features, and the cache.
@@ -43,8 +43,8 @@ def run(
       model: the target or the draft model.
       tokens_BxN, positions_BxN, visible_BxNxM, cache, pending: as in `Model.extend`.
       features_BxNxE: for a model that sees features: those of the token before each new token.
-      show: static; the layers whose outputs follow the last hidden states in the features. With
-        None, the features are None unless the model sees features.
+      layers_shown: static; the layers whose outputs follow the last hidden states in the features.
+        With None, the features are None unless the model sees features.
       only_B: int32, the index of the one new token of each sequence that is scored; None for all.
 
     Returns:
@@ -61,13 +61,13 @@ def run(
     arguments = tokens_BxN, positions_BxN, visible_BxNxM, cache, pending
     if features_BxNxE is not None:
         hidden, cache = model.hidden(*arguments, features_BxNxE=features_BxNxE)
-    elif show is not None:
-        hidden, cache = model.hidden(*arguments, **({"also": show} if show else {}))
+    elif layers_shown is not None:
+        hidden, cache = model.hidden(*arguments, **({"also": layers_shown} if layers_shown else {}))
     else:
         logits, cache = model.extend(*arguments)
         return _one(logits, only_B), None, cache
     hidden = _one(hidden, only_B)  # Select first: the head is expensive.
-    last = hidden[..., : features_shown(model)] if show else hidden
+    last = hidden[..., : features_shown(model)] if layers_shown else hidden
     return model.logits_of(last), hidden, cache
 
 
@@ -86,22 +86,13 @@ def run_on_prompts(
     lengths_B: PerRow,
     capacity: int,
     before_BxTxE: Float[Array, "batch prompt_time seen_features"] | None = None,
-    show: tuple[int, ...] | None = None,
+    layers_shown: tuple[int, ...] | None = None,
 ) -> Prefilled:
-    """Runs a model on the prompts, in pieces of at most `PIECE` tokens.
+    """Runs a model on the prompts, in pieces; returns the cache and the features [B, T, F] or None.
 
-    Cache rows past the end of a shorter prompt are pending, and are overwritten later.
-
-    Args:
-      model: the target or the draft model.
-      prompts_BxT: int32, padded at the end.
-      lengths_B: the number of tokens of each prompt.
-      capacity: static; the number of slots of the cache.
-      before_BxTxE: for a model that sees features: those of the token before each token.
-      show: as in `run`.
-
-    Returns:
-      The cache, and the features [B, T, F] of all tokens, or None.
+    Cache rows past the end of a shorter prompt are pending, and are overwritten later. `capacity`
+    is the number of slots of the cache. `before_BxTxE` are the features of the token before each
+    token, for a model that sees features; `layers_shown` is that of `run`.
     """
     B, T = prompts_BxT.shape
     pieces = -(-T // PIECE)
@@ -124,17 +115,16 @@ def run_on_prompts(
         visible = jnp.broadcast_to(np.tri(width, dtype=bool), (B, width, width))
         cache = dataclasses.replace(cache, lengths=jnp.full(B, first, jnp.int32))
         new = tokens, positions, visible
-        _, hidden, cache = run(model, *new, cache, features_BxNxE=before, show=show)
+        _, hidden, cache = run(model, *new, cache, features_BxNxE=before, layers_shown=layers_shown)
         if shown is not None and hidden is not None:
             hidden = hidden.astype(shown.dtype)
             shown = jax.lax.dynamic_update_slice_in_dim(shown, hidden, first, axis=1)
         return cache, shown
 
-    F = 0 if show is None else (1 + len(show)) * features_shown(model)
+    F = 0 if layers_shown is None else (1 + len(layers_shown)) * features_shown(model)
     cache = model.init_cache(B, max(capacity, pieces * width))
     start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return step(0, start)
     pieces_used = (jnp.max(lengths_B) + width - 1) // width
-    end: Prefilled = jax.lax.fori_loop(0, pieces_used, step, start)
-    return end
+    return jax.lax.fori_loop(0, pieces_used, step, start)

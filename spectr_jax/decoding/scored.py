@@ -24,11 +24,12 @@ class ScoredTree:
 
     Attributes:
       tree: static, N drafted nodes.
-      shaping: the temperature and limits that turn `logits` into q.
+      shaping: the temperature and limits that turn `logits` into q, on demand: a CPU visits few
+        nodes.
       length: [] int32, the number of committed tokens before the call.
       tokens: [N + 1] int32 by node; the root's is the last committed token. -1 means no draft.
-      p: [I, V] draft distributions at the inner nodes; [0, V] if a drafter gives the drafts, which
-        then have probability 1 each.
+      p: [I, V] draft distributions at the inner nodes; [0, V] if the drafter does not draw: its
+        drafts then have probability 1 each.
       logits: [N + 1, V] of the target at each node, after the policy's `process`.
     """
 
@@ -42,8 +43,7 @@ class ScoredTree:
     @property
     def vocab_size(self) -> int:
         """Returns V, the number of tokens in the vocabulary."""
-        size: int = self.logits.shape[-1]
-        return size
+        return self.logits.shape[-1]
 
     def q(self, node: IntScalar | int) -> Probs:
         """Returns the target distribution [V] of the token after `node`."""
@@ -54,7 +54,7 @@ class ScoredTree:
 
         The draft distribution is looked up by the child: of the nodes that spell the same tokens,
         some may be leaves, where the draft model did not run. It is undefined if `child` is the
-        root, and equals q if a drafter gives the drafts.
+        root, and equals q if the drafter does not draw.
 
         Both sum to 1, up to rounding, without negative or NaN entries. A model without a
         distribution (NaN logits) has 0 everywhere; the mass of such a q goes to the token -1.

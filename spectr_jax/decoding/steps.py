@@ -8,12 +8,11 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from spectr_jax.decoding import checks
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked
+from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, whole_numbers
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.utils.errors import UserError
 
@@ -66,7 +65,7 @@ def stream(
     if getattr(key, "shape", ()) != ():
         given = f"{key.dtype}{list(key.shape)}"
         raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
-    tokens = checks.whole_numbers("prompt", prompt)
+    tokens = whole_numbers("prompt", prompt)
     options: dict[str, Any] = {"policy": policy, "draft_policy": draft_policy, "observe": observe}
     options |= {"logprobs": logprobs, "stop": stop, "bucket": LONG}
     rows = tokens[None], [tokens.size], max_new_tokens
@@ -78,7 +77,9 @@ def _steps(request: Request) -> Iterator[Step]:
     loop, length, done = _begin(request), int(request.prompts.lengths[0]), False
     while not done:
         loop, new, observed, scores = _advance(loop, request)
-        new, scores, after, done = jax.device_get((new, scores, loop.lengths[0], loop.done[0]))
+        new, scores, after, done = jax.device_get(
+            (new, scores, loop.sequences.lengths[0], loop.done[0])
+        )
         added = slice(after - length)
         logprobs = scores and Logprobs(scores.policy[added], scores.model[added])
         yield Step(new[added].tolist(), observed, logprobs)
@@ -96,12 +97,10 @@ def _advance(
     loop: Loop, request: Request
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
     """Calls the target once; returns the state, the new tokens, `observed` and their logprobs."""
-    after, called = call(loop, request.setup())
+    (after, called), start = call(loop, request.setup()), loop.sequences.lengths[0]
 
     def new(rows: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(
-            rows[0], loop.lengths[0], request.method.tree.height + 1
-        )
+        return jax.lax.dynamic_slice_in_dim(rows[0], start, request.method.tree.height + 1)
 
     observed = jax.tree.map(lambda leaf: leaf[0], observe_call(request.observe, called))
-    return after, new(after.tokens), observed, jax.tree.map(new, after.logprobs)
+    return after, new(after.sequences.tokens), observed, jax.tree.map(new, after.logprobs)

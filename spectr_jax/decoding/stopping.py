@@ -26,7 +26,7 @@ BUCKET = 16
 """The number of states is a multiple of this: stop sequences of similar lengths share a program."""
 
 MOST_SYMBOLS = 1024
-"""The largest total length of all stop sequences; this bounds the table."""
+"""The largest total length of all stop sequences, in bytes or tokens; this bounds the table."""
 
 StopSpec: TypeAlias = "Stop | str | Sequence[str] | Sequence[Sequence[int]] | None"
 
@@ -88,10 +88,10 @@ def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:
         raise UserError(f"stop={stop!r}: strings need a tokenizer with `pieces`; {hint}")
     if are_strings and any("\ud800" <= character <= "\udfff" for character in "".join(several)):
         raise UserError(f"stop={stop!r}: is not valid Unicode; give whole characters")
-    length = sum(map(len, several))
+    length = sum(len(text.encode() if are_strings else text) for text in several)
     if length > MOST_SYMBOLS:
         most = f"give at most {MOST_SYMBOLS:,}"
-        raise UserError(f"stop: has {length:,} characters or tokens in total; {most}")
+        raise UserError(f"stop: has {length:,} bytes or tokens in total; {most}")
     made = _automaton if isinstance(tokenizer, Hashable) else _automaton.__wrapped__
     return made(several, tokenizer if are_strings else None, vocab_size)
 

@@ -150,7 +150,7 @@ def chain(length: int) -> Tree:
 
 def iid_chains(drafts: int, length: int) -> Tree:
     """Returns `drafts` chains of `length` tokens from the root (SpecTr, eq. 7)."""
-    checked(num_drafts=drafts, draft_length=length)
+    check_positive(num_drafts=drafts, draft_length=length)
     _check_size(drafts * length)
     return prefix_tree(drafts, *[1] * (length - 1))
 
@@ -163,7 +163,7 @@ def prefix_tree(*branching: int) -> Tree:
     parents: list[int] = []
     level = range(1)
     for depth, children in enumerate(branching, start=1):
-        checked(**{f"k_{depth}": children})
+        check_positive(**{f"k_{depth}": children})
         _check_size(len(parents) + len(level) * children)
         parents += [node for node in level for _ in range(children)]
         level = range(level.stop, level.stop + len(level) * children)
@@ -177,7 +177,7 @@ def batch(drafts: int) -> Tree:
 
 def specinfer(size: int) -> Tree:
     """Returns SpecInfer's tree of ERSD, section 5: two shared tokens, then three chains."""
-    checked(size=size)
+    check_positive(size=size)
     _check_size(size)
     trunk = min(size, 2)
     return Tree((*range(trunk), *(max(node - 3, trunk) for node in range(trunk + 1, size + 1))))
@@ -238,7 +238,7 @@ def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> Float[np.ndarray, " nodes
     return rows
 
 
-def checked(**values: int) -> None:
+def check_positive(**values: int) -> None:
     """Raises `UserError` unless each of the values is a positive integer."""
     for name, value in values.items():
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:

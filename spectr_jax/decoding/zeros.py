@@ -12,5 +12,4 @@ Result = TypeVar("Result")
 def zeros_like_output(function: Callable[..., Result], *arguments: Any) -> Result:
     """Returns zeros of the shapes and dtypes of `function(*arguments)`, which is not computed."""
     output = jax.eval_shape(function, *arguments)
-    zeros: Result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), output)
-    return zeros
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), output)

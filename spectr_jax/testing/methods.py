@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spectr_jax.decoding import checks
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
+from spectr_jax.utils.errors import UserError
 
 VOCAB, EOS = 4, 3
 TARGET = random_table(0, VOCAB)
@@ -39,7 +39,8 @@ def check_method(method: Method) -> None:
       AssertionError: the method is wrong; the message says where.
       UserError: `method` is not a method.
     """
-    checks.check_method(method)
+    if not isinstance(method, Method):
+        raise UserError(f"method={method!r}: must be a Method, such as get_method('spectr')")
     for policy in (PLAIN, SHAPED):
         check_outputs(method, policy)
     for seed in GREEDY_SEEDS:

@@ -9,8 +9,8 @@ from flax import nnx
 from spectr_jax import transport
 from spectr_jax.decoding import Method, tree
 from spectr_jax.decoding.drafters import DraftModel, Sequences, Verified, levels
-from spectr_jax.decoding.loop import setup_of
-from spectr_jax.decoding.policy import Policy, for_rows, probabilities
+from spectr_jax.decoding.policy import Policy, probabilities
+from spectr_jax.decoding.request import request_of
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import freeze
@@ -52,7 +52,7 @@ def full(model):
 def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, case):
     """Checks two calls, with a commit between them."""
     shape, accepted = PATHS[case]
-    frozen, policy = freeze(model), for_rows(Policy(), 3)
+    frozen = freeze(model)
     method = Method("", shape, TokenByToken(transport.get("maximal")))
     rng = np.random.default_rng(0)
     sequences = rng.integers(1, 17, (3, 20))
@@ -62,8 +62,8 @@ def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, cas
         path[row, : len(nodes)] = nodes
 
     def setup():
-        rows = {"keys": jax.random.split(jax.random.key(0), 3), "limits": lengths + 12}
-        return setup_of(method, frozen, frozen, **rows, policy=policy, draft_policy=policy)
+        started = Sequences(sequences, lengths)
+        return request_of(jax.random.key(0), method, frozen, frozen, started, 12, 12).setup()
 
     @jax.jit
     def call(key, sequences, lengths, cache):
@@ -89,7 +89,7 @@ def test_draft_probabilities_equal_those_of_a_full_forward_pass(model, full, cas
     positions = np.broadcast_to(np.arange(8), (3, 8))
     start = sequences[:, :8], positions, causal(jnp.zeros((3, 8)))
     _, cache = jax.jit(lambda: model.extend(*start, model.init_cache(3, 32)))()
-    cache = Cache(cache.rows, levels.committed_length(lengths))
+    cache = Cache(cache.rows, levels.cache_lengths(lengths))
     first = call(jax.random.key(0), sequences, lengths, cache)
     check(first, sequences, LENGTHS)
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import Policy, get_method, stream
+from spectr_jax.decoding.drafters import FeatureModel
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
@@ -243,6 +244,9 @@ def test_targets_that_do_not_fit_the_draft_are_refused(draft):
         generate(KEY, method, wider, draft, *rows)
     with pytest.raises(UserError, match="sees layer 5, but this target has 2"):
         generate(KEY, method, llama_target(), deep, *rows)
+    needs_features = dataclasses.replace(method, drafter=FeatureModel())
+    with pytest.raises(UserError, match="draft: sees 0 features, but this target has 16"):
+        generate(KEY, needs_features, llama_target(), llama_target(), *rows)
     with pytest.raises(UserError, match=r"feature_layers=\(0, 1\)"):
         dataclasses.replace(DRAFT, feature_layers=[0, 1])
     with pytest.raises(UserError, match="features of a target"):

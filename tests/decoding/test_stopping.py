@@ -226,8 +226,10 @@ def test_invalid_stop_values_are_refused(stop):
 def test_stop_strings_need_a_tokenizer_and_a_limited_length():
     with pytest.raises(UserError, match="strings need a tokenizer"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, stop="a")
-    with pytest.raises(UserError, match="has 2,000 characters or tokens"):
+    with pytest.raises(UserError, match="has 2,000 bytes or tokens"):
         prepared("a" * 2000, LETTERS, VOCAB)
+    with pytest.raises(UserError, match="has 1,200 bytes or tokens"):
+        prepared("é" * 600, LETTERS, VOCAB)
     assert prepared((), None, VOCAB) is None
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from spectr_jax.decoding import Policy, get_method, loop, running, stream
 from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.policy import for_rows
+from spectr_jax.decoding.request import request_of
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -63,24 +63,23 @@ def test_prompts_run_in_chunks_fill_the_same_cache(monkeypatch):
     model, method = Transformer(shape, rngs=nnx.Rngs(0)), get_method("speculative", draft_length=1)
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 13, (3, 11)))
     lengths = jnp.array([11, 5, 8])
-    rows = {"keys": jax.random.split(jax.random.key(0), 3), "limits": lengths + 3}
-    rows |= dict.fromkeys(("policy", "draft_policy"), for_rows(Policy(), 3))
+    models, sequences = (freeze(model), freeze(model)), Sequences(prompts, lengths)
 
     def start():
-        setup = loop.setup_of(method, freeze(model), freeze(model), **rows)
-        return jax.jit(lambda: loop.begin(setup, Sequences(prompts, lengths), 3))()
+        setup = request_of(jax.random.key(0), method, *models, sequences, 3, 3).setup()
+        return jax.jit(lambda: loop.begin(setup, sequences, 3))()
 
     whole = start()
     monkeypatch.setattr(running, "PIECE", 4)
     pieces = start()
-    for name in ("target_cache", "drafter"):
+    for name in ("target_cache", "drafter_state"):
         one, other = getattr(whole, name), getattr(pieces, name)
         np.testing.assert_array_equal(one.lengths, other.lengths)
         for rows, again in zip(jax.tree.leaves(one.rows), jax.tree.leaves(other.rows), strict=True):
             for row, length in enumerate(one.lengths.tolist()):
                 np.testing.assert_allclose(rows[row, :length], again[row, :length], atol=1e-5)
                 assert np.abs(rows[row, :length]).max() > 0.1
-    np.testing.assert_array_equal(whole.tokens, pieces.tokens)
+    np.testing.assert_array_equal(whole.sequences.tokens, pieces.sequences.tokens)
 
 
 def test_streams_of_different_prompt_lengths_share_a_program(count_compilations):

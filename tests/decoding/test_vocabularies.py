@@ -73,7 +73,7 @@ def _emitted(verifier, tree, keys, p, q):
     def call(key):
         draft_key, verify_key, last_key = jax.random.split(key, 3)
         tokens = jnp.zeros(1, jnp.int32)
-        for depth, nodes in enumerate(tree.levels[1:]):  # As in `drafting.draft`.
+        for depth, nodes in enumerate(tree.levels[1:]):  # As in `levels.draw`.
             ranks = tree.inner_rank[tree.parent[nodes]]
             parents = ranks - ranks.min()
             at = tokens[np.unique(tree.parent[nodes])] % CONTEXTS

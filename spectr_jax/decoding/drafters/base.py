@@ -1,7 +1,7 @@
 """Phase 1 of a call (draft): the interface of drafters.
 
 Shape suffixes: B sequences, N + 1 nodes (the root is node 0), I inner nodes (root included), V
-vocabulary, T tokens of a sequence.
+vocabulary, T tokens of a sequence, F features.
 """
 
 import abc
@@ -19,15 +19,9 @@ from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import Frozen
 
-RECALLED = 2
-"""The number of committed tokens that a draft model runs on first in each call.
-
-The draft has not run on the last token, nor on the token before it if that was an accepted leaf.
-"""
-
 
 class Setup(NamedTuple):
-    """What stays the same during a generation."""
+    """What stays the same during a generation; `Request.setup` returns it."""
 
     tree: Tree
     drafter: "Drafter"
@@ -38,7 +32,7 @@ class Setup(NamedTuple):
     limits: PerRow  # The largest length of each sequence.
     policy: PolicyRows
     draft_policy: PolicyRows
-    stop: Stop | None = None
+    stop: Stop | None
 
 
 class Sequences(NamedTuple):
@@ -58,9 +52,9 @@ class Drafts(NamedTuple):
     Attributes:
       tokens: [B, N + 1] int32 by node, the last committed token first; -1 means no draft.
       p: [B, I, V], the distribution that the children of each inner node were drawn from;
-        [B, 0, V] if the drafts are functions of the sequences so far.
+        [B, 0, V] if the drafter does not draw.
       state: the drafter's.
-      target_cache: the target's, of unchanged length.
+      target_cache: the target's, of unchanged length; returned for an update in place.
     """
 
     tokens: NodeTokens
@@ -76,9 +70,9 @@ class Verified(NamedTuple):
       drafted: [B, N + 1] int32, the tokens of the tree.
       logits: [B, N + 1, V], the target's after each node, after the policy's `process`. Undefined
         for nodes without a draft.
-      features: [B, N + 1, F], those that the drafter asked for; or None.
+      features: [B, N + 1, F], the target's, if the drafter asks for them; or None.
       path: [B, height], the accepted nodes.
-      before: [B] the lengths of the sequences before the call.
+      lengths_before: [B] int32, the lengths of the sequences before the call.
       after: the sequences after the call.
     """
 
@@ -86,7 +80,7 @@ class Verified(NamedTuple):
     logits: Float[Array, "batch nodes vocab"]
     features: Float[Array, "batch nodes features"] | None
     path: Paths
-    before: PerRow
+    lengths_before: PerRow
     after: Sequences
 
 
@@ -109,18 +103,12 @@ class Drafter(abc.ABC):
     def check(self, target: Frozen, draft: Frozen | None) -> None:  # noqa: B027
         """Raises `UserError` unless the models fit this drafter; by default all do."""
 
-    def for_model(self, draft: Any) -> "Drafter":
-        """Returns the drafter for this draft model, by default itself."""
-        return self
+    def layers_shown(self, draft: Model | None) -> tuple[int, ...] | None:
+        """Returns which features of the target `init` and `commit` get; None, the default, for none.
 
-    def features(self, draft: Any) -> tuple[int, ...] | None:
-        """Returns the target's layers whose outputs follow its last hidden states in the features
-        that `init` and `commit` get; None, the default, for no features."""
+        Features are the last hidden states, followed by the outputs of these layers.
+        """
         return None
-
-    def recalled(self, tree: Tree) -> int:
-        """Returns the number of committed tokens on which the drafter runs a model in each call."""
-        return RECALLED
 
     def init(
         self,
@@ -135,7 +123,7 @@ class Drafter(abc.ABC):
           setup: of the generation.
           prompts: the tokens [B, T] and lengths [B].
           capacity: static; the number of slots of a cache for any sequence of the generation.
-          features_BxTxF: the target's for each token, if `features` asks for them.
+          features_BxTxF: the target's for each token, if `layers_shown` asks for them.
         """
         return None
 
@@ -157,7 +145,6 @@ class NoDrafts(Drafter):
     def draft(
         self, setup: Setup, keys_B: Keys, sequences: Sequences, state: Any, target_cache: Cache
     ) -> Drafts:
-        """See `Drafter.draft`."""
         return without_p(setup, sequences.last(), state, target_cache)
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from spectr_jax.decoding.drafters import levels
-from spectr_jax.decoding.drafters.base import RECALLED, Drafter, Drafts, Sequences, Setup
-from spectr_jax.decoding.tree import Keys, checked
+from spectr_jax.decoding.drafters.base import Drafter, Drafts, Sequences, Setup
+from spectr_jax.decoding.tree import Keys, check_positive
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import Frozen
@@ -28,17 +28,17 @@ class _FirstLayers(NamedTuple):
 class EarlyExit(Drafter):
     """Draws from the target's first `layers` layers, with its final norm and head.
 
-    It temporarily uses the target's cache, and writes its rows of these layers.
+    It uses the target's cache, and writes the rows of these layers for the tokens that it runs on:
+    the last two committed tokens and the inner nodes.
     """
 
     draws: ClassVar[bool] = True
     layers: int
 
     def __post_init__(self) -> None:
-        checked(layers=self.layers)
+        check_positive(layers=self.layers)
 
     def check(self, target: Frozen, draft: Frozen | None) -> None:
-        """Raises `UserError` unless the target has more layers."""
         if self.layers >= target.layers:
             limit = f"must be less than the target's {target.layers}; give fewer"
             raise UserError(f"layers={self.layers}: {limit}")
@@ -46,14 +46,8 @@ class EarlyExit(Drafter):
     def draft(
         self, setup: Setup, keys_B: Keys, sequences: Sequences, state: Any, target_cache: Cache
     ) -> Drafts:
-        """See `Drafter.draft`. Consumes `keys_B`."""
-        lengths_B = levels.committed_length(sequences.lengths)
-        cache = dataclasses.replace(target_cache, lengths=lengths_B)
+        cache = Cache(target_cache.rows, levels.cache_lengths(sequences.lengths))
         model = _FirstLayers(setup.target, self.layers)
-        drawn = levels.draw(setup, keys_B, model, sequences, cache, RECALLED)
-        return Drafts(
-            tokens=drawn.tokens,
-            p=drawn.p,
-            state=state,
-            target_cache=dataclasses.replace(drawn.cache, lengths=target_cache.lengths),
-        )
+        tokens, p, cache = levels.draw(setup, keys_B, model, sequences, cache)
+        target_cache = Cache(cache.rows, target_cache.lengths)
+        return Drafts(tokens=tokens, p=p, state=state, target_cache=target_cache)

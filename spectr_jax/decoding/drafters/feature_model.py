@@ -13,7 +13,7 @@ Shape suffixes: B sequences, T tokens of a sequence, R recalled tokens, F featur
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ from jaxtyping import Array, Float
 from spectr_jax.decoding.drafters import levels
 from spectr_jax.decoding.drafters.base import Drafter, Drafts, Sequences, Setup, Verified
 from spectr_jax.decoding.running import run_on_prompts
-from spectr_jax.decoding.tree import Keys, Tree
-from spectr_jax.models.base import feature_layers
+from spectr_jax.decoding.tree import Keys
+from spectr_jax.models.base import Model, feature_layers
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.frozen import Frozen
+from spectr_jax.utils.errors import UserError
 
 Recalled: TypeAlias = Float[Array, "batch recalled features"]
 
@@ -41,13 +43,19 @@ class FeatureModel(Drafter):
     needs_model: ClassVar[bool] = True
     draws: ClassVar[bool] = True
 
-    def features(self, draft: Any) -> tuple[int, ...]:
-        """Returns the layers that the draft sees besides the last hidden states."""
-        return feature_layers(draft)
+    def check(self, target: Frozen, draft: Frozen | None) -> None:
+        assert draft is not None
+        seen, shown, hint = draft.features_seen, target.features_shown, "give the target that the "
+        if seen != shown or not seen:
+            problem = f"sees {seen} features, but this target has {shown}"
+            raise UserError(f"draft: {problem}; {hint}draft was trained for")
+        deepest = max(draft.feature_layers, default=0)
+        if deepest > target.layers:
+            problem = f"sees layer {deepest}, but this target has {target.layers}"
+            raise UserError(f"draft: {problem}; {hint}draft was trained for")
 
-    def recalled(self, tree: Tree) -> int:
-        """Returns R: the draft runs on as many committed tokens as a call can add."""
-        return tree.height + 1
+    def layers_shown(self, draft: Model | None) -> tuple[int, ...]:
+        return feature_layers(draft)
 
     def init(
         self,
@@ -56,39 +64,39 @@ class FeatureModel(Drafter):
         capacity: int,
         features_BxTxF: Float[Array, "batch time features"] | None,
     ) -> _State:
-        """See `Drafter.init`."""
         assert features_BxTxF is not None
-        R, lengths_B = self.recalled(setup.tree), prompts.lengths
+        R, lengths_B = setup.tree.height + 1, prompts.lengths  # As many tokens as a call can add.
         before = jnp.pad(features_BxTxF, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        cache, _ = run_on_prompts(setup.draft, *prompts, capacity, before)
-        cache = dataclasses.replace(cache, lengths=levels.committed_length(lengths_B, R))
+        cache, _ = run_on_prompts(setup.draft, *prompts, capacity + R, before)
         index_BxR = lengths_B[:, None] - 1 - R + jnp.arange(R)
         last = jnp.take_along_axis(features_BxTxF, jnp.maximum(index_BxR, 0)[..., None], axis=1)
-        return _State(cache=cache, features=jnp.where(index_BxR[..., None] < 0, 0, last))
+        return _State(
+            cache=Cache(cache.rows, levels.cache_lengths(lengths_B, R)),
+            features=jnp.where(index_BxR[..., None] < 0, 0, last),
+        )
 
     def draft(
         self, setup: Setup, keys_B: Keys, sequences: Sequences, state: _State, target_cache: Cache
     ) -> Drafts:
-        """See `Drafter.draft`. Consumes `keys_B`."""
-        R, (cache, features_BxRxF) = self.recalled(setup.tree), state
+        (cache, features_BxRxF), R = state, state.features.shape[1]
         # In a sequence shorter than R, the features move to the front with their tokens.
-        root_B = sequences.lengths - 1 - cache.lengths
+        root_B = levels.root_index(sequences.lengths, cache)
         shifted_BxR = jnp.minimum(jnp.arange(R) + R - 1 - root_B[:, None], R - 1)
         seen = jnp.take_along_axis(features_BxRxF, shifted_BxR[..., None], axis=1)
-        drawn = levels.draw(setup, keys_B, setup.draft, sequences, cache, R, seen)
-        state = state._replace(cache=drawn.cache)
-        return Drafts(tokens=drawn.tokens, p=drawn.p, state=state, target_cache=target_cache)
+        tokens, p, cache = levels.draw(setup, keys_B, setup.draft, sequences, cache, R, seen)
+        state = _State(cache=cache, features=features_BxRxF)
+        return Drafts(tokens=tokens, p=p, state=state, target_cache=target_cache)
 
     def commit(self, setup: Setup, state: _State, verified: Verified) -> _State:
-        """Keeps the features of the tokens that the call added, which the next call recalls."""
+        """Keeps the target's features of the tokens that the call added; the next call recalls them."""
         assert verified.features is not None
         (cache, features_BxRxF), lengths_B = state, verified.after.lengths
         nodes = jnp.pad(verified.path, ((0, 0), (1, 0)))  # The root comes first.
-        of_path = jnp.take_along_axis(verified.features, jnp.maximum(nodes, 0)[..., None], axis=1)
+        of_path = jnp.take_along_axis(verified.features, nodes[..., None], axis=1)
         both = jnp.concatenate([features_BxRxF, of_path.astype(features_BxRxF.dtype)], axis=1)
         R = features_BxRxF.shape[1]
         last = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=R)
         return _State(
-            cache=Cache(cache.rows, levels.committed_length(lengths_B, R)),
-            features=jax.vmap(last)(both, lengths_B - verified.before),
+            cache=Cache(cache.rows, levels.cache_lengths(lengths_B, R)),
+            features=jax.vmap(last)(both, lengths_B - verified.lengths_before),
         )

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spectr_jax.decoding import processing
-from spectr_jax.decoding.drafters.base import RECALLED, Sequences, Setup
+from spectr_jax.decoding.drafters.base import Sequences, Setup
 from spectr_jax.decoding.policy import shaped
 from spectr_jax.decoding.running import run
 from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
@@ -24,17 +24,21 @@ from spectr_jax.transport.rules import Rule
 BatchProbs: TypeAlias = Float[Array, "batch width vocab"]
 
 
-class Drawn(NamedTuple):
-    """A drawn tree."""
+RECALLED = 2
+"""The number of committed tokens on which a draft model runs first in each call.
 
-    tokens: NodeTokens  # int32; the root's is the last committed token.
-    p: Float[Array, "batch inner vocab"]  # The draft distribution at each inner node.
-    cache: Cache  # The model's, with the inner nodes pending.
+It has not run on the last token, nor on the token before it if that was an accepted leaf.
+"""
 
 
-def committed_length(lengths_B: PerRow, recalled: int = RECALLED) -> PerRow:
-    """Returns the length of the model's cache between calls, for sequences of `lengths_B`."""
+def cache_lengths(lengths_B: PerRow, recalled: int = RECALLED) -> PerRow:
+    """Returns the lengths of the model's cache between calls, for sequences of `lengths_B`."""
     return jnp.maximum(lengths_B - recalled, 0)
+
+
+def root_index(lengths_B: PerRow, cache: Cache) -> PerRow:
+    """Returns which of the recalled tokens is the last committed token, the root of the tree."""
+    return lengths_B - 1 - cache.lengths
 
 
 def draw(
@@ -43,20 +47,24 @@ def draw(
     model: Any,
     sequences: Sequences,
     cache: Cache,
-    recalled: int,
+    recalled: int = RECALLED,
     features_BxRxF: Float[Array, "batch recalled features"] | None = None,
-) -> Drawn:
+) -> tuple[NodeTokens, BatchProbs, Cache]:
     """Draws the tokens of the tree from `model`; consumes `keys_B`.
 
-    The nodes at depth d, after n committed tokens, use `fold_in(key, n + d - 1)`. The model runs
-    first on the last R = `recalled` committed tokens, so `cache` has the length
-    `committed_length(lengths, R)`. `features_BxRxF` are the target's features for these tokens, if
-    the model sees any. In a sequence shorter than R, the root is not the last of the R tokens, and
+    The children of nodes at depth d, after n committed tokens, use `fold_in(key, n + d)`, as the
+    verifiers do. The model runs first on the last R = `recalled` committed tokens, so `cache` has
+    `cache_lengths(lengths, R)`. `features_BxRxF` are the target's features for these tokens, if the
+    model sees any. In a sequence shorter than R, the root is not the last of the R tokens, and
     later ones are unused.
+
+    Returns:
+      tokens [B, N + 1], p [B, I, V], and the cache with the inner nodes pending.
     """
     tree, rule, (tokens_BxT, lengths_B) = setup.tree, setup.verifier.rule, sequences
     assert rule is not None
-    root_B, index_BxR = lengths_B - 1 - cache.lengths, cache.lengths[:, None] + jnp.arange(recalled)
+    root_B = root_index(lengths_B, cache)
+    index_BxR = cache.lengths[:, None] + jnp.arange(recalled)
     last = (
         jnp.take_along_axis(tokens_BxT, index_BxR, axis=1),
         jnp.minimum(index_BxR, model.context - 1),
@@ -81,9 +89,7 @@ def draw(
             inner_tokens = tokens[-1][:, inner - nodes[0]]
             level = inner, inner_tokens, positions_B
             ran = _run_on_level(model, tree, recalled, *level, root_B, ran)
-    return Drawn(
-        tokens=jnp.concatenate(tokens, axis=1), p=jnp.concatenate(p, axis=1), cache=ran.cache
-    )
+    return jnp.concatenate(tokens, axis=1), jnp.concatenate(p, axis=1), ran.cache
 
 
 class _Ran(NamedTuple):
@@ -133,7 +139,6 @@ def _children(
     ranks, parents = tree.sibling_rank[nodes], tree.inner_rank[tree.parent[nodes]]
     parents = parents - parents.min()
     counts = np.bincount(parents)
-    children: Array = jax.vmap(lambda key, p_WxV: rule.draw(key, p_WxV, counts)[parents, ranks])(
+    return jax.vmap(lambda key, p_WxV: rule.draw(key, p_WxV, counts)[parents, ranks])(
         keys_B, p_BxWxV
     )
-    return children

@@ -54,7 +54,7 @@ class Lookup(Drafter):
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
-        trees.checked(max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        trees.check_positive(max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         if self.min_ngram > self.max_ngram:
             limit = f"must be at most max_ngram={self.max_ngram}"
             raise UserError(f"min_ngram={self.min_ngram}: {limit}")
@@ -62,7 +62,6 @@ class Lookup(Drafter):
     def draft(
         self, setup: Setup, keys_B: Keys, sequences: Sequences, state: Any, target_cache: Cache
     ) -> Drafts:
-        """See `Drafter.draft`."""
         drafted = jax.vmap(functools.partial(self.copied, setup.tree))(*sequences)
         tokens = jnp.concatenate([sequences.last(), drafted], axis=1)
         return without_p(setup, tokens, state, target_cache)

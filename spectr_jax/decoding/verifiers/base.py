@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.tree import Keys, Tree
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.draws import draw
@@ -70,18 +70,6 @@ class Verifier(abc.ABC):
         """Returns the tokens that one call emits, for one sequence; consumes `key`."""
 
 
-def for_each_sequence(
-    verifier: Verifier, done_B: Bool[Array, " batch"], keys_B: Keys, scored_B: ScoredTree
-) -> Selection:
-    """Returns the `Selection` of `verifier` for each sequence of a batch; consumes `keys_B`.
-
-    The result for a sequence that is done is unused. A CPU runs the sequences one after another, so
-    that none waits for another's longer path. An accelerator, or a CPU with a small vocabulary,
-    runs all at once.
-    """
-    return for_each_row(scored_B, ~done_B, verifier, keys_B, scored_B)
-
-
 def in_turn(vocab_size: int) -> bool:
     """Returns whether sequences and nodes run one after another: on a CPU, unless V is small."""
     return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
@@ -98,8 +86,7 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
     table = jax.vmap(function)(jnp.arange(scored.tree.size + 1, dtype=jnp.int32))
 
     def looked_up(node: IntScalar, *intermediate: Any) -> Result:
-        result: Result = jax.tree.map(lambda leaf: leaf[node], table)
-        return result
+        return jax.tree.map(lambda leaf: leaf[node], table)
 
     return looked_up
 
@@ -107,7 +94,11 @@ def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..
 def for_each_row(
     scored: ScoredTree, wanted: Bool[Array, " rows"], function: Callable[..., Result], *arrays: Any
 ) -> Result:
-    """Returns `function` of each row of `arrays`; the result of a row not `wanted` is unused."""
+    """Returns `function` of each row of `arrays`; the result of a row not `wanted` is unused.
+
+    A CPU takes the rows one after another, so that none waits for another's longer path. An
+    accelerator, or a CPU with a small vocabulary, takes all at once.
+    """
     if not in_turn(scored.vocab_size):
         return jax.vmap(function)(*arrays)
 
@@ -116,8 +107,7 @@ def for_each_row(
         none = functools.partial(zeros_like_output, function)
         return jax.lax.cond(is_wanted, function, none, *values)
 
-    results: Result = jax.lax.map(of_row, (wanted, *arrays))
-    return results
+    return jax.lax.map(of_row, (wanted, *arrays))
 
 
 def repeat(
@@ -135,27 +125,24 @@ def repeat(
     unchanged, which saves the selection.
     """
     if in_turn(scored.vocab_size):
-        last: State = jax.lax.while_loop(alive, step, state)
-        return last
+        return jax.lax.while_loop(alive, step, state)
 
     def step_if_alive(_: IntScalar | int, state: State) -> State:
         if absorbing:
             return step(state)
         is_alive, after = alive(state), step(state)
-        kept: State = jax.tree.map(lambda new, old: jnp.where(is_alive, new, old), after, state)
-        return kept
+        return jax.tree.map(lambda new, old: jnp.where(is_alive, new, old), after, state)
 
-    end: State = jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
-    return end
+    return jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
 
 
 class Candidates(NamedTuple):
     """The drafts for the token after a node, in the order in which they were drawn."""
 
-    nodes: Int[Array, " k"]  # The children of all nodes that spell the same tokens.
+    nodes: Int[Array, " k"]  # Children; of all nodes that spell the same tokens, if i.i.d.
     tokens: Int[Array, " k"]
     live: Bool[Array, " k"]  # Where the walk may continue; other entries are padding.
-    valid: Bool[Array, " k"]  # Live drafts that were drawn: p > 0. A plan sees no others.
+    valid: Bool[Array, " k"]  # Live, and p > 0: a plan sees no others. If i.i.d., all that live.
 
     def first(self) -> IntScalar:
         """Returns the first live node."""

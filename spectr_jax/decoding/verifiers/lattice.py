@@ -13,8 +13,7 @@ def uniforms(
     Consumes `key`.
     """
     steps = np.sqrt(_primes(shape[0] * shape[1])).reshape(*shape, 1) * np.arange(draws) % 1
-    shifted: Array = (jax.random.uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1
-    return shifted
+    return (jax.random.uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1
 
 
 def _primes(count: int) -> Int[np.ndarray, " {count}"]:

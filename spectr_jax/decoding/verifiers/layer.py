@@ -42,7 +42,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.tree import Tree, checked
+from spectr_jax.decoding.tree import Tree, check_positive
 from spectr_jax.decoding.verifiers import base, lattice
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -73,7 +73,7 @@ class Layer(Verifier):
     competitions: int = COMPETITIONS
 
     def __post_init__(self) -> None:
-        checked(competitions=self.competitions)
+        check_positive(competitions=self.competitions)
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         classes = _classes(scored)
@@ -283,8 +283,7 @@ def _shares(
         wins_D = jnp.sum(winner_M == jnp.arange(D)[:, None], axis=1)
         return wins_D * jnp.asarray(1 / competitions, alone_D.dtype)
 
-    shares_D: Array = jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
-    return shares_D
+    return jax.lax.cond(jnp.sum(competes_D) > 1, drawn, lambda: alone_D)
 
 
 def _places(

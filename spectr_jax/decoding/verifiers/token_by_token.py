@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
-from spectr_jax.transport import rules
+from spectr_jax.transport import naive, rules
 from spectr_jax.transport.base import Plan
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
@@ -65,3 +65,18 @@ class TokenByToken(Verifier):
             absorbing=True,
         )
         return base.ending_at(scored, end.node, end.token, base.counts(scored, below))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTarget(TokenByToken):
+    """Verifies distinct drafts that are functions of the sequence so far, such as `Lookup`'s.
+
+    It draws each token from the target, and continues at the draft that equals it. The acceptance
+    is the probability of the drafts under q; no exact verifier has a higher one.
+    """
+
+    plan: Plan = dataclasses.field(default_factory=naive.Naive, init=False)
+
+    @property
+    def rule(self) -> None:
+        return None

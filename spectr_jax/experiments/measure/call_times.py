@@ -19,8 +19,9 @@ import tqdm
 from spectr_jax.decoding import Method, Policy, loop
 from spectr_jax.decoding.drafters import Sequences, Setup
 from spectr_jax.decoding.policy import for_rows
+from spectr_jax.decoding.request import request_of
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.verifiers.base import for_each_sequence
+from spectr_jax.decoding.verifiers.base import for_each_row
 from spectr_jax.experiments.measure.bench import compiled_in_parallel
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.base import Model
@@ -112,22 +113,16 @@ def phase_timers(
     models, room = (freeze(target), freeze(draft)), method.tree.height + 1
     lengths = jnp.full(batch, context, jnp.int32)
     prompts = Sequences(tokens=_random_tokens(target, batch, context), lengths=lengths)
-    keys, policy = jax.random.split(jax.random.key(0), batch), for_rows(Policy(), batch)
-    rows: dict[str, Any] = {
-        "keys": keys,
-        "limits": lengths + room,
-        "policy": policy,
-        "draft_policy": policy,
-    }
+    keys = jax.random.split(jax.random.key(0), batch)
 
     def setup(models) -> Setup:
-        return loop.setup_of(method, *models, **rows)
+        return request_of(keys, method, models[0], models[1], prompts, room, room).setup()
 
     start = jax.jit(lambda models: loop.begin(setup(models), prompts, room))(models)
-    caches = start.target_cache, start.drafter
+    caches = start.target_cache, start.drafter_state
 
     def with_caches(caches) -> loop.Loop:
-        return start._replace(target_cache=caches[0], drafter=caches[1])
+        return start._replace(target_cache=caches[0], drafter_state=caches[1])
 
     @jax.jit
     def sample(models, step):
@@ -142,7 +137,7 @@ def phase_timers(
 
     def call_phase(_, models, before):
         after, _ = loop.call(before, setup(models))
-        after_caches = _at((after.target_cache, after.drafter), caches)
+        after_caches = _at((after.target_cache, after.drafter_state), caches)
         return with_caches(after_caches)._replace(calls=after.calls)
 
     def draft_phase(step, models, drafts):
@@ -160,7 +155,7 @@ def phase_timers(
         models, drafts, selected = fixed
         drafts = drafts._replace(state=carry[1])
         after = loop.commit(start, setup(models), drafts, selected._replace(cache=carry[0]))
-        return _at((after.target_cache, after.drafter), caches)
+        return _at((after.target_cache, after.drafter_state), caches)
 
     drafts, selected = samples[0]
     of_select = [(drafts.tokens, drafts.p, selected.logits) for drafts, selected in samples]
@@ -210,7 +205,7 @@ def _select_phase(method: Method, keys_B, lengths_B) -> Callable:
         scored = ScoredTree(
             tree=method.tree, shaping=shaping, length=lengths_B, tokens=tokens, p=p, logits=logits
         )
-        return for_each_sequence(method.verifier, done, _fold(keys_B, step), scored)
+        return for_each_row(scored, ~done, method.verifier, _fold(keys_B, step), scored)
 
     return phase
 

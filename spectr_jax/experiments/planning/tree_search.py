@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spectr_jax.decoding.tree import Tree, checked, prefix_tree
+from spectr_jax.decoding.tree import Tree, check_positive, prefix_tree
 from spectr_jax.utils.errors import UserError
 
 
@@ -56,7 +56,7 @@ def optimal_order(
     Raises:
       UserError: R does not descend, or is too short for a tree of that size and height.
     """
-    checked(size=size)
+    check_positive(size=size)
     if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
         raise UserError(
             f"R={list(R)}: must descend within [0, 1]; give the acceptance by child index, "
@@ -127,7 +127,7 @@ def best_prefix_tree(carriers: np.ndarray, size: int, height: int) -> tuple[int,
     Raises:
       UserError: `carriers` covers fewer drafts than `size`.
     """
-    checked(size=size, height=height)
+    check_positive(size=size, height=height)
 
     def score(branching: tuple[int, ...]) -> tuple[float, int]:
         return expected_tokens_iid(branching, carriers), -int(np.cumprod(branching).sum())
