@@ -8,11 +8,11 @@ import dataclasses
 import functools
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from spectr_jax.utils.errors import UserError
 
@@ -215,27 +215,6 @@ def parse(spec: "Tree | str") -> Tree:
 def spelled(branching: tuple[int, ...]) -> str:
     """Returns the name of a prefix tree, as `parse` reads it: `4,2,1` for (4, 2, 1)."""
     return ",".join(map(str, branching))
-
-
-def rows_of_paths(paths: Sequence[tuple[int, ...]]) -> Float[np.ndarray, " nodes"]:
-    """Returns the row in which to draw each node, from top to bottom, so that no edges cross.
-
-    Each leaf has a row of its own; other nodes are centred on their children.
-
-    Args:
-      paths: paths of all nodes in any order, as in `Tree.path`; the root's is empty.
-    """
-    order = {path: place for place, path in enumerate(paths)}
-    children: dict[tuple[int, ...], list[int]] = {}
-    for path in sorted(paths):
-        if path:
-            children.setdefault(path[:-1], []).append(order[path])
-    leaves = [path for path in sorted(paths) if path not in children]
-    rows = np.zeros(len(paths))
-    rows[[order[leaf] for leaf in leaves]] = np.arange(len(leaves))
-    for path in sorted(children, key=len, reverse=True):
-        rows[order[path]] = rows[children[path]].mean()
-    return rows
 
 
 def check_positive(**values: int) -> None:

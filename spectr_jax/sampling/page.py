@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from spectr_jax.data.tokenizer import SPACE, AnyTokenizer
-from spectr_jax.decoding.tree import Tree, rows_of_paths
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 from spectr_jax.sampling.trace import ACCEPTED, Recorded
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
+from spectr_jax.utils.layout import rows_of_paths
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
 """Pixels of a drawn tree: between levels, between leaves, around the tree, and the width in which an

@@ -3,8 +3,9 @@
 import pathlib
 from collections.abc import Sequence
 
-from spectr_jax.decoding.tree import Tree, rows_of_paths
+from spectr_jax.decoding.tree import Tree
 from spectr_jax.utils.files import write_figure
+from spectr_jax.utils.layout import rows_of_paths
 
 
 def png(tree: Tree, path: pathlib.Path, accepted: Sequence[float], title: str) -> None:
