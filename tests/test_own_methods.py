@@ -10,26 +10,31 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 
 from spectr_jax import decoding, transport
-from spectr_jax.decoding.verifiers import Block, MultiPath, TokenByToken
+from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.verifiers import Block, FromTarget, MultiPath, TokenByToken
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.experiments.config import auto_config, eval_config, trees_config
 from spectr_jax.experiments.measure.acceptance import PairAcceptance
 from spectr_jax.experiments.planning.on_tree import on_tree
+from spectr_jax.models.table import TableModel
 from spectr_jax.testing import methods as checks
 from spectr_jax.utils.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
-METHOD = re.search(r"## How to add a method\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[1]
-RULE = re.search(r"## How to add a drafting rule\n.*?\n\n((?: {4}[^\n]*\n|\n)+)", GUIDE, re.DOTALL)[
-    1
-]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
+
+
+def _example(part):
+    """Returns the code of a section of the guide."""
+    block = rf"## How to add a {part}\n.*?\n\n((?: {{4}}[^\n]*\n|\n)+)"
+    return textwrap.dedent(re.search(block, GUIDE, re.DOTALL)[1])
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def folder(tmp_path):
     """Returns a folder with two code blocks of the guide as modules, without their own checks."""
     (tmp_path / "lazy.py").write_text(PLAN)
     method = "".join(
-        line for line in textwrap.dedent(METHOD).splitlines(True) if not line.startswith("testing.")
+        line for line in _example("method").splitlines(True) if not line.startswith("testing.")
     )
     assert "decoding.register(" in method
     plan = (
@@ -179,20 +184,29 @@ def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
-@pytest.mark.parametrize(("part", "name"), [("verifier", "one_token"), ("drafter", "followers")])
-def test_the_examples_of_contributing_md_pass_their_checks(part, name, monkeypatch):
+def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
-    block = rf"## How to add a {part}\n.*?\n\n((?: {{4}}[^\n]*\n|\n)+)"
-    code = textwrap.dedent(re.search(block, GUIDE, re.DOTALL)[1])
-    exec(code, {"__name__": "guide"})
-    assert name in decoding.methods.METHODS
+    exec(_example("verifier"), {"__name__": "guide"})
+    assert "one_token" in decoding.methods.METHODS
+
+
+def test_the_drafter_of_contributing_md_passes_its_checks(monkeypatch):
+    monkeypatch.setattr(checks, "GENERATIONS", 24_000)
+    code = _example("drafter")
+    assert sum(bool(line) for line in code.splitlines()) <= 30
+    exec(code, names := {"__name__": "guide"})
+    target = TableModel(np.eye(5)[(np.arange(25).reshape(5, 5) + 1) % 5])  # Counts modulo 5.
+    method = decoding.Method("", decoding.tree.chain(4), FromTarget(), names["Followers"]())
+    out = generate(jax.random.key(0), method, target, None, [[0]], [1], 45)
+    assert out.target_calls[0] == 5 + 40 // 5  # From the sixth call on, it drafts all four.
 
 
 def test_the_drafting_rule_of_contributing_md_passes_its_checks(monkeypatch):
-    assert len(RULE.strip().splitlines()) <= 30
+    code = _example("drafting rule")
+    assert sum(bool(line) for line in code.splitlines()) <= 30
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
-    exec(textwrap.dedent(RULE), names := {"__name__": "guide"})
+    exec(code, names := {"__name__": "guide"})
     drawn = names["plan"].rule.draw(None, np.float32([[0.1, 0.3, 0.6]]), np.array([2]))
     np.testing.assert_array_equal(drawn, [[2, 1]])
 
