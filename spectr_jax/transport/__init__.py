@@ -1,6 +1,6 @@
 """Transport plans: given k drafts from p, a plan emits one token distributed as q.
 
-`get(name)` returns a plan. Each plan is a file that names its paper, theorem and algorithm.
+`get(name)` returns a plan. The file of each plan names its paper, theorem and algorithm.
 """
 
 import inspect
@@ -17,15 +17,14 @@ from spectr_jax.transport.bounds import (
 )
 from spectr_jax.transport.greedy import Greedy
 from spectr_jax.transport.greedy_multipath import GreedyMultiPath
+from spectr_jax.transport.iopt import OptimalKSeq
 from spectr_jax.transport.kseq import KSeq, KSeqGamma
 from spectr_jax.transport.maximal import Maximal
 from spectr_jax.transport.naive import Naive
-from spectr_jax.transport.optimal_kseq import OptimalKSeq
 from spectr_jax.transport.otm import OTM
 from spectr_jax.transport.otm_lp import OTMLinearProgram
 from spectr_jax.transport.race import Race
-from spectr_jax.transport.recursive import Recursive
-from spectr_jax.transport.recursive_without_replacement import RecursiveWithoutReplacement
+from spectr_jax.transport.recursive import Recursive, RecursiveWithoutReplacement
 from spectr_jax.transport.spectr_plus_plus import SpecTrPlus, SpecTrPlusPlus
 from spectr_jax.transport.winner import WinnerPlan
 from spectr_jax.utils.errors import UserError, unknown
@@ -66,11 +65,8 @@ PLANS: dict[str, Callable[..., Plan]] = {
 def register(name: str, plan: Callable[..., Plan]) -> None:
     """Adds your own plan under an unused `name`, so that `get(name, **options)` returns it.
 
-    `spectr_jax.testing.check_plan(get(name))` checks that it is exact.
-
-    Args:
-      name: a name that is not taken.
-      plan: a class that inherits from `Plan`, or a function of keyword options that returns a plan.
+    `plan` is a class that inherits from `Plan`, or a function of keyword options that returns a
+    plan. `spectr_jax.testing.check_plan(get(name))` checks that it is exact.
 
     Raises:
       UserError: the name is taken, or `plan` is neither, or a method is missing.
@@ -94,8 +90,9 @@ def get(name: str, **options: Any) -> Plan:
     if not isinstance(name, str) or name not in PLANS:
         raise unknown("plan", name, PLANS)
     known = inspect.signature(PLANS[name]).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known:
+        if option not in known and not passes_on:
             has = ", ".join(known) or "none"
             raise UserError(f"plan {name!r} has no option {option!r}; it has {has}")
     plan = PLANS[name](**options)

@@ -23,22 +23,19 @@ from numpy.typing import ArrayLike
 from spectr_jax.transport import checks
 from spectr_jax.transport.draws import draw
 from spectr_jax.transport.rules import IID, Rule
-from spectr_jax.transport.types import BoolScalar, Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """The token that a plan chose.
+    """The token that a plan chose, distributed as q, and whether it is one of the valid drafts.
 
-    Attributes:
-      token: [] int32, distributed as q.
-      accepted: [] bool, whether the token is one of the valid drafts. A draw from the residual can
-        equal a draft by chance; that counts.
+    A draw from the residual can equal a draft by chance; that counts as accepted.
     """
 
-    token: IntScalar
-    accepted: BoolScalar
+    token: Scalar
+    accepted: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +56,28 @@ class Plan(abc.ABC):
     def __init_subclass__(cls) -> None:
         cls.name = cls.__name__
 
-    @abc.abstractmethod
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
-        """Returns a token with distribution q, under jit and vmap; consumes `key`.
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
+        """Returns a token with distribution q [V], under jit and vmap; consumes `key`.
 
-        Args:
-          key: the key that drew the drafts, if `rule.shares_key`.
-          p: [V] float32 distribution of each draft; 0 everywhere if there is none.
-          q: [V] float32 distribution of the token. If it is 0 everywhere, any token will do.
-          drafts: [k] int32 tokens, in the order in which they were drawn.
-          valid: [k] bool. Other drafts are padding. Without a valid draft the token is drawn from
-            q.
+        The drafts from p [V] are in the order in which they were drawn. Those that are not `valid`
+        are padding; without a valid draft the token is drawn from q. p may be 0 everywhere, and if
+        q is, any token will do. If `rule.shares_key`, `key` is the key that drew the drafts.
+
+        This default is for analysis with small vocabularies: each choice calls back to the host,
+        which computes `exact_pmf`.
         """
+
+        def on_host(*arrays: ArrayLike) -> Float[np.ndarray, " vocab"]:
+            p, q, drafts, valid = (np.asarray(array) for array in arrays)
+            p, q = p.astype(np.float64), q.astype(np.float64)
+            if not (valid.any() and q.any()):
+                return q.astype(np.float32)
+            tokens = tuple(drafts[valid].tolist())
+            return self.exact_pmf(p / p.sum(), q / q.sum(), tokens).astype(np.float32)
+
+        shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+        weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
+        return draw(key, or_else(jnp.where(q > 0, weights, 0), q))
 
     @abc.abstractmethod
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
@@ -83,22 +90,16 @@ class Plan(abc.ABC):
     def select(
         self, key: Key, p: ArrayLike, q: ArrayLike, drafts: ArrayLike, valid: ArrayLike
     ) -> Choice:
-        """Chooses a token with distribution q.
+        """Chooses a token with distribution q [V], given k drafts from p [V]; consumes `key`.
 
-        Works under jit and vmap. The number of drafts is the sum of `valid`, which may be traced. A
-        token with q = 0 is never chosen. Outside jit, bad arguments raise. Under jit:
+        Works under jit and vmap. Drafts that are not `valid` [k] are padding; the number of valid
+        drafts may be traced. A token with q = 0 is never chosen. Outside jit, bad arguments raise.
+        Under jit:
 
         - Without a valid draft the token is drawn from q.
         - A draft with p = 0 or outside the vocabulary is not valid.
         - Negative and NaN entries of p and q count as 0, and the rest is scaled to sum to 1.
         - If q has no positive entry, or an infinite one, the token is -1.
-
-        Args:
-          key: consumed.
-          p: [V] distribution of each draft.
-          q: [V] distribution of the token to emit.
-          drafts: [k] int32 tokens.
-          valid: [k] bool; the others are padding.
 
         Raises:
           UserError: outside jit, if p or q is not a distribution or the drafts cannot come from p.
@@ -140,28 +141,6 @@ def normalised(pmf: Probs) -> Probs:
     positive = jnp.where(pmf > 0, pmf, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
-
-
-def choose_on_host(
-    plan: Plan, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid
-) -> IntScalar:
-    """Draws a token from the plan's `exact_pmf`, which the host computes; consumes `key`.
-
-    This is the `choose` of plans for analysis. It calls back to the host for each choice, so it is
-    for small vocabularies.
-    """
-
-    def on_host(*arrays: ArrayLike) -> Float[np.ndarray, " vocab"]:
-        p, q, drafts, valid = (np.asarray(array) for array in arrays)
-        p, q = p.astype(np.float64), q.astype(np.float64)
-        if not (valid.any() and q.any()):
-            return q.astype(np.float32)
-        tokens = tuple(drafts[valid].tolist())
-        return plan.exact_pmf(p / p.sum(), q / q.sum(), tokens).astype(np.float32)
-
-    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
-    return draw(key, or_else(jnp.where(q > 0, weights, 0), q))
 
 
 def cached(function: Callable[..., T]) -> Callable[..., T]:

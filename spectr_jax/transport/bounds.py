@@ -1,4 +1,8 @@
-"""Distances between p and q [V], and bounds on the acceptance of any plan, in float64."""
+"""Distances between p and q [V], and bounds on the acceptance of any plan, in float64.
+
+All functions raise `UserError` if p or q is not a distribution, their sizes differ, or k is not a
+positive integer.
+"""
 
 import itertools
 import math
@@ -14,11 +18,7 @@ LARGEST = 5_000_000
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns TV(p, q) = sum |p - q| / 2. Algorithm 1 accepts with 1 - TV (SpecTr, section 4).
-
-    Raises:
-      UserError: p or q is not a distribution, or their sizes differ.
-    """
+    """Returns TV(p, q) = sum |p - q| / 2. Algorithm 1 accepts with 1 - TV (SpecTr, section 4)."""
     p, q = checks.check_distributions(p, q)
     return float(np.abs(p - q).sum() / 2)
 
@@ -27,20 +27,13 @@ def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts (see `otm`).
 
     Takes O(V log V) time.
-
-    Raises:
-      UserError: p or q is not a distribution, their sizes differ, or k is not a positive integer.
     """
     p, q = checks.check_distributions(p, q)
     return float(otm.acceptance(p, q, checks.check_number(k)))
 
 
 def harmonic_bound(p: ArrayLike, q: ArrayLike) -> float:
-    """Returns sum p q / (p + q), a lower bound on the acceptance of one race (ERSD, Lemma 3.1).
-
-    Raises:
-      UserError: p or q is not a distribution, or their sizes differ.
-    """
+    """Returns sum p q / (p + q), a lower bound on the acceptance of one race (ERSD, Lemma 3.1)."""
     p, q = checks.check_distributions(p, q)
     both = p + q
     return float(np.sum(np.divide(p * q, both, out=np.zeros(len(p)), where=both > 0)))
@@ -54,10 +47,7 @@ def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     \Omega_0} q(y)\right)\right], \quad S \text{ the set of } x_1, \dots, x_k$$
 
     The minimum is over all subsets $\Omega_0$ of the vocabulary.
-
-    Raises:
-      UserError: p or q is not a distribution, their sizes differ, k is not a positive integer, or
-        there are too many subsets and drafts.
+    More than `LARGEST` terms also raise `UserError`.
     """
     p, q = checks.check_distributions(p, q)
     k, V = checks.check_number(k), len(p)
@@ -73,10 +63,9 @@ def theorem_1_bound(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
     orders = np.array([math.factorial(k) / product for product in products])
     probabilities = np.prod(p**counts, axis=1)
     single = np.minimum(q, 1 - (1 - p) ** k)
-    best = np.inf
+    bounds = []
     for subset in itertools.product((False, True), repeat=V):
-        chosen = np.array(subset)
-        absorbed = ((counts > 0) & ~chosen) @ q
-        bound = single[chosen].sum() + np.sum(orders * np.minimum(probabilities, absorbed))
-        best = min(best, bound)
-    return float(best)
+        absorbed = ((counts > 0) & ~np.array(subset)) @ q
+        rest = np.sum(orders * np.minimum(probabilities, absorbed))
+        bounds.append(single[np.array(subset)].sum() + rest)
+    return float(min(bounds))

@@ -38,21 +38,19 @@ def check_distributions(p: ArrayLike, q: ArrayLike) -> tuple[ExactProbs, ExactPr
 
 def check_number(k: int | float) -> int:
     """Returns the number of drafts; raises `UserError` unless it is a positive integer."""
-    if isinstance(k, bool) or int(k) != k or k < 1:
+    if isinstance(k, bool | str) or not (k >= 1 and k % 1 == 0):  # inf % 1 is NaN.
         raise UserError(f"k={k}: must be a positive integer; give a number of drafts")
     return int(k)
 
 
 def check_whole(drafts: ArrayLike | Sequence[int]) -> None:
     """Raises `UserError` unless `drafts` holds integers within int32. Skips JAX arrays."""
-    if isinstance(drafts, jax.Array) or (
-        isinstance(drafts, Sequence) and any(isinstance(each, jax.Array) for each in drafts)
-    ):
+    parts = drafts if isinstance(drafts, Sequence) else [drafts]
+    if any(isinstance(part, jax.Array) for part in parts):
         return
     array = np.asarray(drafts)
-    if array.dtype.kind in "iu" and np.all((array >= -(2**31)) & (array < 2**31)):
-        return
-    if array.size:
+    whole = array.dtype.kind in "iu" and np.all((array >= -(2**31)) & (array < 2**31))
+    if array.size and not whole:
         raise UserError(f"drafts={drafts!r:.60}: must be integers within int32; give tokens")
 
 

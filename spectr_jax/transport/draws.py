@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
-from spectr_jax.transport.types import FloatScalar, IntScalar, Key, Probs
+from spectr_jax.transport.types import Key, Probs, Scalar
 
 
 def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
@@ -26,7 +26,7 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
     sums = jnp.sum(blocks, axis=1)
     before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
 
-    def draw_one(bits: UInt[Array, ""]) -> IntScalar:
+    def draw_one(bits: UInt[Array, ""]) -> Scalar:
         level, refined = (bits >> 9) * before[-1] * 2.0**-23, (bits & 511) * before[-1] * 2.0**-32
         block = _invert(before[1:], sums, level)
         token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block] + refined)
@@ -36,9 +36,7 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
     return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
 
 
-def _invert(
-    cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: FloatScalar
-) -> IntScalar:
+def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: Scalar) -> Scalar:
     """Returns the first index of positive weight whose cumulative sum exceeds `level`.
 
     If no sum does, returns the last index of positive weight.
@@ -49,16 +47,16 @@ def _invert(
     return jnp.where(jnp.any(reached), jnp.argmax(reached), last)
 
 
-def scores(key: Key, pmf: Probs) -> Probs:
-    """Returns minus the logarithms of the arrival times [V] in the race of `pmf`.
+def log_arrivals(key: Key, pmf: Probs) -> Probs:
+    """Returns the logarithms of the arrival times [V] in the race of `pmf`; inf if never.
 
-    Tokens that never arrive have -inf. `key` determines the clocks.
+    `key` determines the clocks.
     """
     # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-24, too coarse for tokens
     # below 1e-7, which can hold 1e-3 of the mass.
-    return jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf)
+    return -(jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf))
 
 
 def arrivals(key: Key, p: Probs, count: int) -> Int[Array, " {count}"]:
     """Returns the first `count` tokens in the race of p [V]; `select` must get the same `key`."""
-    return jax.lax.top_k(scores(key, p), count)[1].astype(jnp.int32)
+    return jax.lax.top_k(-log_arrivals(key, p), count)[1].astype(jnp.int32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import without
-from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan
 
 
@@ -21,7 +21,7 @@ class Greedy(WinnerPlan):
 
     rule = rules.GREEDY
 
-    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+    def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         index = jnp.arange(len(drafts))
         last = jnp.max(jnp.where(valid, index, -1))
         rest = p.at[jnp.where(valid & (index < last), drafts, len(p))].set(0, mode="drop")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.transport import otm
-from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
 
 
@@ -24,7 +24,7 @@ class GreedyMultiPath(WinnerPlan):
     Ties are broken at random; for large V, ratios that agree to six bits count as ties.
     """
 
-    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+    def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         cells = otm.cells_of(p, q, len(drafts))
         phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
         tie = jax.random.uniform(key, drafts.shape)
@@ -43,15 +43,13 @@ class GreedyMultiPath(WinnerPlan):
         residual, rejected = np.maximum(q - g, 0), np.maximum(g - q, 0)
         if residual.sum() == 0:
             return 1.0
-        head = np.cumsum(cells.p)
-        below = (head - cells.p)[cells.of_token]
-        head = head[cells.of_token]
+        head, mass = np.cumsum(cells.p)[cells.of_token], cells.p[cells.of_token]
         hit = 0.0
         for y in np.flatnonzero(rejected):
             # P(z is not a draft | y wins), for each z of a lower ratio. A z of the same ratio has no
             # residual.
-            absent = np.maximum(head[y] - p, 0) ** k - np.maximum(below[y] - p, 0) ** k
-            absent = absent * p[y] / cells.p[cells.of_token[y]] / g[y]
+            absent = np.maximum(head[y] - p, 0) ** k - np.maximum(head[y] - mass[y] - p, 0) ** k
+            absent = absent * p[y] / mass[y] / g[y]
             lower = cells.of_token < cells.of_token[y]
             hit += rejected[y] * np.sum((residual / residual.sum() * (1 - absent))[lower])
         return float(np.minimum(g, q).sum() + hit)

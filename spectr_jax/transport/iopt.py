@@ -13,19 +13,32 @@ HiGHS, for analysis and as the reference for `spectr_plus_plus`.
 
 For an empty subset the paper sets u_i = u_(i-1). But there the draft is always accepted, so this
 file uses u_i = 0.
+
+Optimal kSEQ (SpecTr++, section 5) is the best such plan over all sequences of subsets. A binary
+variable says whether a token is inside the subset of a draft; HiGHS's branch and bound searches
+over them.
 """
 
 import abc
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from spectr_jax.transport.base import Plan, exact_residual
+from spectr_jax.transport.base import Plan, cached, exact_residual
 from spectr_jax.transport.types import ExactProbs
+from spectr_jax.utils.errors import UserError
 
 NEGLIGIBLE = 1e-12
 """Subsets whose mass under q is less than this have alpha = 0."""
+
+LARGEST = 40
+"""The largest number of binary variables of `optimal_kseq`, V * k. More take hours."""
 
 DraftProbs: TypeAlias = Float[np.ndarray, "*k vocab"]
 """The distribution of each draft [k, V]; with `Stages`, also one distribution [V] for all."""
@@ -33,15 +46,10 @@ Subsets: TypeAlias = Bool[np.ndarray, "k vocab"]
 
 
 class Stages(NamedTuple):
-    """A sequential plan.
-
-    Attributes:
-      alphas: [k]
-      subsets: [k, V] bool, the Omega_i.
-    """
+    """The constants and subsets of a sequential plan."""
 
     alphas: Float[np.ndarray, " k"]
-    subsets: Subsets
+    subsets: Subsets  # The Omega_i.
 
 
 class SequentialPlan(Plan):
@@ -59,37 +67,33 @@ class SequentialPlan(Plan):
 
 
 def iopt(ps: DraftProbs, q: ExactProbs, subsets: Subsets, iterations: int | None = None) -> Stages:
-    """Runs Algorithm 2 until the subsets no longer change (Theorem 3).
-
-    Args:
-      ps: [k, V] distribution of each draft.
-      q: [V] distribution of the token.
-      subsets: [k, V] bool, initial subsets.
-      iterations: largest number of iterations; None for no limit.
-    """
-    done = 0
-    while True:
+    """Runs Algorithm 2 from `subsets` until they no longer change, or for `iterations` (Theorem 3)."""
+    for done in itertools.count(1):
         alphas = best_alphas(ps, q, subsets)
-        done += 1
         smaller = subsets & (alphas[:, None] * q * (1 + 1e-9) < ps)
         if done == iterations or np.array_equal(smaller, subsets):
-            return Stages(alphas, subsets)
+            break
         subsets = smaller
+    return Stages(alphas, subsets)
 
 
 def saturated_subsets(ps: DraftProbs, q: ExactProbs) -> Subsets:
-    """Returns the initial subsets {p_i >= alpha q} [k, V] of SpecTr++ (Definition 3).
+    """Returns the initial subsets {p_i >= alpha q} [k, V] of SpecTr++ (Definition 3)."""
+    return ps >= saturating_alpha(ps, q, len(ps)) * q * (1 - 1e-12)
 
-    alpha solves alpha * sum_i u_(i-1) = 1. If all drafts have one distribution, this is (5), and
-    alpha is that of K-SEQ.
+
+def saturating_alpha(ps: DraftProbs, q: ExactProbs, k: int) -> float:
+    """Returns the alpha that solves alpha * sum_i u_(i-1) = 1, by bisection.
+
+    If all drafts have one distribution, this is (5), and alpha is the 1 / gamma* of K-SEQ.
     """
     low, high = 0.0, 1.0
     for _ in range(100):
         alpha = (low + high) / 2
-        rejected = 1 - np.minimum(ps, alpha * q).sum(axis=1)
+        rejected = np.broadcast_to(1 - np.minimum(ps, alpha * q).sum(axis=-1), k)
         reached = np.cumprod(np.append(1.0, rejected))[:-1]
         low, high = (low, alpha) if alpha * reached.sum() > 1 else (alpha, high)
-    return ps >= low * q * (1 - 1e-12)
+    return low
 
 
 def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.ndarray, " k"]:
@@ -110,8 +114,7 @@ def best_alphas(ps: DraftProbs, q: ExactProbs, subsets: Subsets) -> Float[np.nda
     u = np.append(1.0, minimise(np.eye(k)[-1], rows[:, 1:], bounds - rows[:, 0]))
     ratio = np.divide(u[1:], u[:-1], out=np.zeros(k), where=u[:-1] > 0)
     alphas = np.divide(inside_p - ratio, inside_q, out=np.zeros(k), where=usable & (u[:-1] > 0))
-    clipped: Float[np.ndarray, " k"] = np.clip(alphas, 0, most)
-    return clipped
+    return np.clip(alphas, 0, most)
 
 
 def minimise(cost: Any, rows: Any, bounds: Any) -> Any:
@@ -140,10 +143,7 @@ def pmf(ps: DraftProbs, q: ExactProbs, drafts: tuple[int, ...], stages: Stages) 
 
 
 def acceptance(ps: DraftProbs, q: ExactProbs, stages: Stages) -> float:
-    """Returns the probability that Algorithm 1's token is a draft.
-
-    Either a draft passes its test, or the residual equals a rejected draft.
-    """
+    """Returns the probability that Algorithm 1's token is a draft, by a test or as the residual."""
     accepted, rejected, residual = _masses(ps, q, stages)
     none = np.prod(rejected)
     none_without = np.prod(np.maximum(rejected[:, None] - (ps - accepted), 0), axis=0)
@@ -163,3 +163,74 @@ def _masses(
     rejected = np.maximum(1 - accepted.sum(axis=1), 0)
     reached = np.cumprod(np.append(1.0, rejected))[:-1]
     return accepted, rejected, exact_residual(reached @ accepted, q)
+
+
+class OptimalKSeq(SequentialPlan):
+    """Optimal kSEQ: the best sequential plan, for up to 10 tokens and few drafts."""
+
+    def stages(self, p: ExactProbs, q: ExactProbs, k: int) -> Stages:
+        return _search(p, q, k)
+
+
+@cached
+def _search(p: ExactProbs, q: ExactProbs, k: int) -> Stages:
+    if len(p) * k > LARGEST:
+        raise UserError(
+            f"V={len(p)}, k={k}: the search has {len(p) * k} binary variables, more than "
+            f"{LARGEST}; lower V or k, or use plan 'spectr++'"
+        )
+    ps = np.tile(p, (k, 1))
+    subsets = _branch_and_bound(p, q, k) | (q == 0)
+    solved = Stages(best_alphas(ps, q, subsets), subsets)
+    # The solver's tolerances can make its plan slightly worse than that of SpecTr++.
+    start = iopt(ps, q, saturated_subsets(ps, q))
+    return max(solved, start, key=lambda stages: accept_probability(ps, q, stages))
+
+
+def _branch_and_bound(p: ExactProbs, q: ExactProbs, k: int) -> Subsets:
+    """Returns the best subsets [k, V] bool.
+
+    The variables are u [k + 1], y [k] with y_i = alpha_i u_(i-1), the accepted mass w [k, V], and
+    z [k, V], which is 1 for tokens inside a subset.
+    """
+    import scipy.optimize
+
+    V = len(p)
+    total = 1 + 2 * k + 2 * k * V
+    u, y, w, z = np.split(np.eye(total), np.cumsum([k + 1, k, k * V]))  # A row takes a variable.
+    w, z = w.reshape(k, V, total), z.reshape(k, V, total)
+    most, p, of_q = np.minimum(p, q), p[:, None], q[:, None]
+    limits: list[tuple[Any, Any, Any]] = [(u[0], 1, 1), (w.sum(axis=0), -np.inf, q)]
+    for i in range(k):
+        limits += [
+            (u[i + 1] - u[i] + w[i].sum(axis=0), 0, 0),
+            (w[i] - p * u[i], -np.inf, 0),
+            (w[i] - p * (u[i] - z[i]), 0, np.inf),
+            (w[i] - of_q * y[i] + most[:, None] * z[i], -np.inf, most),
+            (w[i] - of_q * (y[i] + z[i]), -q, np.inf),
+        ]
+    with _silenced():
+        result = scipy.optimize.milp(
+            u[k],
+            constraints=[scipy.optimize.LinearConstraint(*limit) for limit in limits],
+            bounds=scipy.optimize.Bounds(0, 1),
+            integrality=np.append(np.zeros(total - k * V), np.ones(k * V)),
+            options={"mip_rel_gap": 0.0},
+        )
+    if result.x is None:
+        raise RuntimeError(f"HiGHS did not search the subsets: {result.message}")
+    return result.x[-k * V :].reshape(k, V) > 0.5
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Discards output to file descriptor 1: no option of HiGHS turns all of it off."""
+    sys.stdout.flush()
+    saved, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nothing)

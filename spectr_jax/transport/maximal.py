@@ -11,14 +11,14 @@ If there are several drafts, only the first valid one is used.
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.transport.types import Drafts, ExactProbs, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan
 
 
 class Maximal(WinnerPlan):
     """Maximal coupling: the first valid draft is the winner."""
 
-    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+    def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         return Winner(jnp.argmax(valid), p)
 
     def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:

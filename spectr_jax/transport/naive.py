@@ -7,13 +7,13 @@ import numpy as np
 
 from spectr_jax.transport.base import Plan
 from spectr_jax.transport.draws import draw
-from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 
 class Naive(Plan):
     """A draw from q, whatever the drafts are."""
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
         return draw(key, q)
 
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:

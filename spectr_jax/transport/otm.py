@@ -36,15 +36,15 @@ tokens share one rho. This lowers the acceptance by 1e-6 on average over 72 case
 
 import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from spectr_jax.transport.base import product
-from spectr_jax.transport.types import AnyArray, Drafts, ExactProbs, Key, Number, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
 
 SORTED = 256
@@ -55,61 +55,43 @@ and the highest to infinity."""
 LARGEST_K = 64
 """Largest number of drafts in `acceptance` under jit."""
 
+PerCell: TypeAlias = Float[Any, " cells"]
+"""Numbers by cell, in NumPy or JAX; most functions are written once for both."""
+PerDraft: TypeAlias = Shaped[Array, "*#drafts"]
+
 
 class Cells(NamedTuple):
-    """Tokens grouped by their ratio r = q / p, ascending.
+    """Tokens grouped by their ratio r = q / p, ascending."""
 
-    Attributes:
-      p: [C] mass of p in each cell.
-      q: [C] mass of q.
-      bottom: [C] smallest possible ratio of a token of the cell.
-      top: [C] largest possible ratio.
-      of_token: [V] int, the cell of each token.
-    """
-
-    p: Float[AnyArray, " cells"]
-    q: Float[AnyArray, " cells"]
-    bottom: Float[AnyArray, " cells"]
-    top: Float[AnyArray, " cells"]
-    of_token: Int[AnyArray, " vocab"]
+    p: PerCell  # Mass of p.
+    q: PerCell
+    bottom: PerCell  # Smallest possible ratio of a token of the cell.
+    top: PerCell  # Largest possible ratio.
+    of_token: Int[Any, " vocab"]  # The cell of each token.
 
 
 class WinnerPmf(NamedTuple):
-    """The distribution of the winning draft, by cell, and its parameters.
+    """The distribution of the winning draft, by cell, and its parameters."""
 
-    Attributes:
-      rho: [C] the winner's distribution divided by p.
-      phi: [C] the same if no draft moves.
-      low: [] lower limit of rho.
-      high: [] upper limit of rho.
-      rejection: [] D, the smallest rejection probability.
-    """
-
-    rho: Float[AnyArray, " cells"]
-    phi: Float[AnyArray, " cells"]
-    low: Float[AnyArray, ""]
-    high: Float[AnyArray, ""]
-    rejection: Float[AnyArray, ""]
+    rho: PerCell  # The winner's distribution divided by p.
+    phi: PerCell  # The same if no draft moves.
+    low: Float[Any, ""]  # Limits of rho.
+    high: Float[Any, ""]
+    rejection: Float[Any, ""]  # D, the smallest rejection probability.
 
 
 class Matching(NamedTuple):
-    """Which cells exchange drafts.
+    """Which cells exchange drafts."""
 
-    Attributes:
-      surplus: [C] h = g - p phi; negative for a deficit.
-      sums: [2, C] prefix sums of the surpluses and of the deficits.
-      phi: [C] as in `WinnerPmf`.
-    """
-
-    surplus: Float[Array, " cells"]
-    sums: Float[Array, "2 cells"]
-    phi: Float[Array, " cells"]
+    surplus: Float[Array, " cells"]  # h = g - p phi; negative for a deficit.
+    sums: Float[Array, "2 cells"]  # Prefix sums of the surpluses and of the deficits.
+    phi: Float[Array, " cells"]  # As in `WinnerPmf`.
 
 
 class OTM(WinnerPlan):
     """The optimal plan for i.i.d. drafts."""
 
-    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+    def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         cells = cells_of(p, q, len(drafts))
         winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
         rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
@@ -126,15 +108,15 @@ class OTM(WinnerPlan):
         return float(acceptance(p, q, k))
 
 
-def highest(cells: Drafts, valid: Valid, tie: Float[Array, " k"]) -> Int[Array, ""]:
+def highest(cells: DraftTokens, valid: Valid, tie: Float[Array, " k"]) -> Int[Array, ""]:
     """Returns the index of the valid draft in the highest cell; ties go to the largest `tie`."""
     cells = jnp.where(valid, cells, -1)
     return jnp.argmax(jnp.where(cells == jnp.max(cells), tie, -1))
 
 
 def acceptance(
-    p: Float[AnyArray, " vocab"], q: Float[AnyArray, " vocab"], k: Number
-) -> Float[AnyArray, ""]:
+    p: Float[Any, " vocab"], q: Float[Any, " vocab"], k: int | float | Scalar
+) -> Float[Any, ""]:
     """Returns alpha_k = 1 - D, the largest acceptance of any plan.
 
     NumPy arrays give the exact value in float64. JAX arrays give float32 under jit, for a traced k
@@ -145,40 +127,20 @@ def acceptance(
     return alpha * (alpha > 0)  # Rounding can make it slightly negative.
 
 
-def winner_pmf(p: Float[AnyArray, " cells"], q: Float[AnyArray, " cells"], k: Number) -> WinnerPmf:
+def winner_pmf(p: PerCell, q: PerCell, k: int | float | Scalar) -> WinnerPmf:
     """Returns the winner's distribution (step 1) for a real k >= 1, in NumPy or JAX.
 
     p [C] and q [C] are the masses of the cells, in ascending order of q / p.
     """
     xp = p.__array_namespace__()
-    head_p = xp.minimum(cumulative(xp, p), 1)  # Above 1 a large power overflows.
-    low, high, rejection = _levels(xp, p, q, head_p, k)
-    drawn = p > 0
-    rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
-    share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
-    # The difference of neighbouring powers as a product: a subtraction would lose small masses.
-    log_rest = xp.log1p(-xp.where(share < 1, share, 0))
-    phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
-    return WinnerPmf(rho, xp.where(drawn, phi, 0), low, high, rejection)
-
-
-def _levels(
-    xp: ModuleType,
-    p: Float[AnyArray, " cells"],
-    q: Float[AnyArray, " cells"],
-    head_p: Float[AnyArray, " cells"],
-    k: Number,
-) -> tuple[Float[AnyArray, ""], Float[AnyArray, ""], Float[AnyArray, ""]]:
-    """Returns low and high, the limits of rho, and D.
-
-    The sums of the tail are computed separately: as 1 minus the sums of the head they would lose
-    small masses.
-    """
-    head_q = cumulative(xp, q)
+    index, drawn = xp.arange(len(p)), p > 0
+    # Above 1 a large power of `head_p` overflows. The sums of the tail as 1 minus the sums of the
+    # head would lose small masses.
+    head_p, head_q = xp.minimum(cumulative(xp, p), 1), cumulative(xp, q)
     tail_p, tail_q = (xp.maximum(cumulative(xp, x[::-1])[::-1] - x, 0) for x in (p, q))
     by_tail = xp.expm1(k * xp.log1p(-xp.minimum(tail_p, 0.75))) + tail_q
     excess = xp.where(head_p < 0.5, head_p**k - head_q, by_tail)
-    at, index = xp.argmax(excess), xp.arange(len(p))
+    at = xp.argmax(excess)
     rejection = xp.maximum(excess[at], 0)
     in_head = (index <= at) & (head_p > 0) & (rejection > 0)
     in_tail = (index >= at) & (tail_p > 0) & (rejection > 0)
@@ -188,7 +150,13 @@ def _levels(
     # Without rejection nothing is clipped, since no ratio exceeds k. Rounding errors in the tail
     # could break low <= 1 <= high <= k.
     low = xp.where(rejection > 0, xp.minimum(low, 1), 0)
-    return low, xp.clip(xp.where(xp.any(in_tail), high, k), 1, k), rejection
+    high = xp.clip(xp.where(xp.any(in_tail), high, k), 1, k)
+    rho = xp.clip(xp.where(drawn, q / xp.where(drawn, p, 1), high), low, high)
+    share = xp.where(drawn, p / xp.where(drawn, head_p, 1), 0)
+    # The difference of neighbouring powers as a product: a subtraction would lose small masses.
+    log_rest = xp.log1p(-xp.where(share < 1, share, 0))
+    phi = head_p**k * xp.where(share < 1, -xp.expm1(k * log_rest), 1) / xp.where(drawn, p, 1)
+    return WinnerPmf(rho, xp.where(drawn, phi, 0), low, high, rejection)
 
 
 def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
@@ -196,9 +164,9 @@ def shared_ratios(cells: Cells, winner: WinnerPmf) -> Float[Array, " cells"]:
 
     Each token has its own if all ratios of the cell are in low..high and on one side of phi.
     """
-    own = (winner.low <= cells.bottom) & (cells.top <= winner.high)
-    own &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
-    return jnp.where(own, -1, winner.rho)
+    by_token = (winner.low <= cells.bottom) & (cells.top <= winner.high)
+    by_token &= (winner.phi <= cells.bottom) | (winner.phi >= cells.top)
+    return jnp.where(by_token, -1, winner.rho)
 
 
 def token_ratios(
@@ -217,30 +185,26 @@ def matched(cells: Cells, winner: WinnerPmf) -> Matching:
 
 
 def moved(
-    matching: Matching,
-    own: Int[Array, "*#drafts"],
-    rho: Float[Array, "*#drafts"],
-    level: Float[Array, "*#drafts"],
-    move: float | Float[Array, "*#drafts"],
+    matching: Matching, cell: PerDraft, rho: PerDraft, level: PerDraft, move: float | PerDraft
 ) -> Int[Array, "..."]:
-    """Returns the cell of each draft after step 2: its partner's cell, or its `own`.
+    """Returns the cell of each draft after step 2: its partner's, or the `cell` that it has.
 
     `level` and `move` are uniform in [0, 1). Arrays are broadcast.
     """
-    surplus = matching.surplus[own]
+    surplus = matching.surplus[cell]
     gives = surplus >= 0  # The partner of a surplus is a deficit, and vice versa.
     given, taken = matching.sums
-    mass = jnp.where(gives, given[own], taken[own]) - level * jnp.abs(surplus)
+    mass = jnp.where(gives, given[cell], taken[cell]) - level * jnp.abs(surplus)
     # On a GPU a comparison with all cells is one kernel. On a CPU a binary search does less work.
     # `lax.platform_dependent` would be a conditional, which makes the host wait.
     method = "scan_unrolled" if jax.default_backend() == "cpu" else "compare_all"
     search = functools.partial(jnp.searchsorted, method=method)
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
-    rise = matching.phi.at[partner].get(mode="clip") - matching.phi[own]
+    rise = matching.phi.at[partner].get(mode="clip") - matching.phi[cell]
     # Rounding can leave a surplus without a partner.
     exchanges = (partner < len(matching.phi)) & (rise != 0)
-    toward = (rho - matching.phi[own]) / jnp.where(exchanges, rise, 1)
-    return jnp.where(exchanges & (move < toward), partner, own)
+    toward = (rho - matching.phi[cell]) / jnp.where(exchanges, rise, 1)
+    return jnp.where(exchanges & (move < toward), partner, cell)
 
 
 def cells_of(p: Probs, q: Probs, most: int) -> Cells:
@@ -322,11 +286,8 @@ def _exact(
     return cells, winner, moves + np.diag(1 - moves.sum(axis=1))
 
 
-def cumulative(xp: ModuleType, x: Float[AnyArray, "*rows n"]) -> Float[AnyArray, "*rows n"]:
-    """Returns the cumulative sum along the last axis.
-
-    JAX sums long rows in two stages, because its scans are slow.
-    """
+def cumulative(xp: ModuleType, x: Float[Any, "*rows n"]) -> Float[Any, "*rows n"]:
+    """Returns the cumulative sum along the last axis; JAX's scans of long rows would be slow."""
     width, n = 64, x.shape[-1]
     if xp is np or n <= width:
         return xp.cumsum(x, axis=-1)

@@ -9,13 +9,15 @@ $$\alpha_k = \max_{f \ge 0} \sum_S \sum_{y \in S} f(S, y) \quad \text{with} \qua
 The plan is for analysis: SciPy's HiGHS solves the program in float64 on the host.
 """
 
+import collections
+import itertools
 import math
 
 import numpy as np
 
-from spectr_jax.transport.base import Plan, cached, choose_on_host, exact_residual
+from spectr_jax.transport.base import Plan, cached, exact_residual
 from spectr_jax.transport.iopt import minimise
-from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+from spectr_jax.transport.types import ExactProbs
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 1_000_000
@@ -25,14 +27,10 @@ LARGEST = 1_000_000
 class OTMLinearProgram(Plan):
     """OTM-k by linear programming, for small vocabularies."""
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
-        return choose_on_host(self, key, p, q, drafts, valid)
-
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         _, pmfs, residual = _solve(p, q, len(drafts))
         accepted = pmfs[frozenset(drafts)]
-        pmf: ExactProbs = accepted + (1 - accepted.sum()) * residual
-        return pmf
+        return accepted + (1 - accepted.sum()) * residual
 
     def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
         # The value of the program: the residual of an optimal plan never equals a draft.
@@ -44,11 +42,9 @@ def set_probabilities(p: ExactProbs, k: int) -> dict[frozenset[int], float]:
     support = np.flatnonzero(p).tolist()
     sets: dict[frozenset[int], float] = {frozenset(): 1.0}
     for _ in range(k):
-        longer: dict[frozenset[int], float] = {}
-        for members, probability in sets.items():
-            for token in support:
-                larger = members | {token}
-                longer[larger] = longer.get(larger, 0.0) + probability * float(p[token])
+        longer: dict[frozenset[int], float] = collections.defaultdict(float)
+        for (members, probability), token in itertools.product(sets.items(), support):
+            longer[members | {token}] += probability * float(p[token])
         sets = longer
     return sets
 

@@ -8,7 +8,7 @@ $$x_1 = \arg\min_i \frac{e_i}{p_i}, \qquad y = \arg\min_i \frac{e_i}{q_i}.$$
 
 So the token is a draw from q that does not depend on p, and it is often one of the drafts
 (Gumbel-max with common random numbers; Poisson functional representation). A rejection needs no
-second draw. `choose` must be given the key that drew the drafts (`rules.Race`).
+second draw. `choose` must be given the key that drew the drafts (`rules.RACE`).
 
 The exact pmf follows from the clocks given the token. Let y win the race of q at time u ~ Exp(1).
 In the race of p, y arrives at r_y u with r = q / p, and every other token i arrives at rate p_i
@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import Plan
-from spectr_jax.transport.draws import scores
-from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+from spectr_jax.transport.draws import log_arrivals
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 1_000
@@ -39,13 +39,12 @@ class Race(Plan):
 
     rule = rules.RACE
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
-        return jnp.argmax(scores(key, q)).astype(jnp.int32)
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
+        return jnp.argmin(log_arrivals(key, q)).astype(jnp.int32)
 
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         given_token = _drafts_given_winner(p, q, np.array(drafts)) @ WEIGHTS
-        pmf: ExactProbs = q * given_token / rules.probability_in_order(p, drafts)
-        return pmf
+        return q * given_token / rules.probability_in_order(p, drafts)
 
     def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
         return float(index_pmf(p, q, k).sum())
@@ -56,9 +55,6 @@ def index_pmf(p: ExactProbs, q: ExactProbs, k: int) -> Float[np.ndarray, " {k}"]
 
     Given the winner's clock, each other token is ahead of it in the race of p independently, so the
     number of tokens ahead is Poisson-binomial.
-
-    Raises:
-      UserError: V is too large.
     """
     if len(p) > LARGEST:
         raise UserError(f"V={len(p)}: is more than {LARGEST:,}; measure with `select`, or lower V")

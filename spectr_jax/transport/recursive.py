@@ -5,6 +5,12 @@ distribution instead of q, and so on. Let $q_1 = q$, and let N normalise. Draft 
 probability
 
 $$\min\left(1, \frac{q_i(x_i)}{p(x_i)}\right), \qquad q_{i+1} = N (q_i - p)_+.$$
+
+For drafts without replacement (GSD, ERSD's Algorithm 4; Yang et al., 2024; Jeon et al., 2024), each
+draft is drawn from, and tested against, p without the drafts before it: p is replaced by p_i, where
+$p_1 = p$ and
+
+$$p_{i+1}(x) = \frac{p_i(x)}{1 - p_i(x_i)} \text{ for } x \ne x_i.$$
 """
 
 from typing import Any
@@ -13,18 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.transport.base import Plan, exact_residual, or_else
+from spectr_jax.transport import rules
+from spectr_jax.transport.base import Plan, exact_residual, or_else, without
 from spectr_jax.transport.draws import draw
-from spectr_jax.transport.types import (
-    BoolScalar,
-    Drafts,
-    ExactProbs,
-    FloatScalar,
-    IntScalar,
-    Key,
-    Probs,
-    Valid,
-)
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
+from spectr_jax.utils.errors import UserError
+
+LARGEST = 10_000_000
+"""The largest number of sequences of drafts that `acceptance` enumerates."""
 
 
 class Recursive(Plan):
@@ -34,12 +36,10 @@ class Recursive(Plan):
         """Returns weights [V] of the draft after `draft`, in NumPy or JAX, given those of `draft`."""
         return p
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
         accept_key, residual_key = jax.random.split(key)
 
-        def attempt(
-            carry: tuple[Probs, Probs, IntScalar], this: tuple[IntScalar, BoolScalar, FloatScalar]
-        ) -> tuple[tuple[Probs, Probs, IntScalar], None]:
+        def attempt(carry: Any, this: tuple[Scalar, Scalar, Scalar]) -> tuple[Any, None]:
             p, left, chosen = carry
             draft, usable, uniform = this
             # Normalised first: in float32 a product with a small mass may be 0.
@@ -74,3 +74,26 @@ class Recursive(Plan):
             none *= 1 - np.minimum(p, left).sum()
             left = exact_residual(p, left)
         return 1 - none
+
+
+class RecursiveWithoutReplacement(Recursive):
+    """Recursive rejection of drafts without replacement."""
+
+    rule = rules.WITHOUT_REPLACEMENT
+
+    def after(self, p: Any, draft: Any) -> Any:
+        xp = p.__array_namespace__()
+        return xp.where(xp.arange(len(p)) == draft, 0, p)
+
+    def exact_acceptance(self, p: ExactProbs, q: ExactProbs, k: int) -> float:
+        # Enumerates the first k - 1 drafts.
+        support = int(np.sum(p > 0))
+        if float(max(support, 1)) ** (min(k, support) - 1) > LARGEST:
+            raise UserError(
+                f"V={support}, k={k}: the acceptance takes V^(k-1) = {support}^{k - 1} sequences, "
+                f"more than {LARGEST:,}; lower V or k, or measure with `select`"
+            )
+        overlap, left, rejected = np.minimum(p, q).sum(), exact_residual(p, q), np.maximum(p - q, 0)
+        tokens = np.flatnonzero(rejected * (k > 1))
+        later = (rejected[x] * self.exact_acceptance(without(p, x), left, k - 1) for x in tokens)
+        return float(overlap + sum(later))

@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spectr_jax.transport.draws import arrivals, draw
-from spectr_jax.transport.types import ExactProbs, IntScalar, Key, Probs
+from spectr_jax.transport.types import ExactProbs, Key, Probs, Scalar
 from spectr_jax.utils.errors import UserError
 
 LevelProbs: TypeAlias = Float[Array, "width vocab"]
 Counts: TypeAlias = Int[np.ndarray, " width"]
 LevelTokens: TypeAlias = Int[Array, "width children"]
-Sequences: TypeAlias = Iterator[tuple[tuple[int, ...], float]]
+DraftSequences: TypeAlias = Iterator[tuple[tuple[int, ...], float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +35,14 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, key: Key, p: LevelProbs, counts: Counts) -> LevelTokens:
-        """Draws the children of W nodes of one level; consumes `key`.
+        """Returns drafts [W, C] int32 of the W nodes of one level; consumes `key`.
 
-        Args:
-          key: one key for all nodes.
-          p: [W, V] distribution of the drafts at each node.
-          counts: [W] number of children of each node.
-
-        Returns:
-          tokens [W, C] int32, where C is the largest count. Entries past a node's count are unused.
+        Node w gets `counts[w]` drafts from p[w]. C is the largest count, and a node's entries past
+        its count are unused.
         """
 
     @abc.abstractmethod
-    def sequences(self, p: ExactProbs, k: int) -> Sequences:
+    def sequences(self, p: ExactProbs, k: int) -> DraftSequences:
         """Yields each sequence of k drafts that can be drawn from p [V], with its probability.
 
         Distinct drafts are fewer than k if fewer than k tokens have p > 0.
@@ -70,7 +65,7 @@ class IndependentDrafts(Rule):
         keys, shape = jax.random.split(key, len(p)), (int(counts.max()),)
         return jax.vmap(lambda key, probs: draw(key, probs, shape))(keys, p)
 
-    def sequences(self, p: ExactProbs, k: int) -> Sequences:
+    def sequences(self, p: ExactProbs, k: int) -> DraftSequences:
         for drafts in itertools.product(np.flatnonzero(p).tolist(), repeat=k):
             yield drafts, float(np.prod(p[list(drafts)]))
 
@@ -86,17 +81,14 @@ class WithoutReplacement(Rule):
         keys, most = jax.random.split(key, len(p)), int(counts.max())
         return jax.vmap(lambda key, probs: arrivals(key, probs, most))(keys, p)
 
-    def sequences(self, p: ExactProbs, k: int) -> Sequences:
+    def sequences(self, p: ExactProbs, k: int) -> DraftSequences:
         support = np.flatnonzero(p).tolist()
         for drafts in itertools.permutations(support, min(k, len(support))):
             yield drafts, probability_in_order(p, drafts)
 
 
-class Race(WithoutReplacement):
-    """Draws without replacement by one race for all nodes.
-
-    The plan `transport.race` runs the same race with the same key.
-    """
+class RaceRule(WithoutReplacement):
+    """Draws without replacement by one race for all nodes, which the plan `race` runs, too."""
 
     shares_key = True
 
@@ -104,23 +96,26 @@ class Race(WithoutReplacement):
         return jax.vmap(lambda probs: arrivals(key, probs, int(counts.max())))(p)
 
 
-class Greedy(Rule):
-    """The k - 1 likeliest tokens and, as the last draft, a draw from the others (Hu et al., 2025)."""
+class GreedyRule(Rule):
+    """The k - 1 likeliest tokens and, as the last draft, a draw from the others (Hu et al., 2025).
+
+    If the others have p = 0, the last draft is the next token, also with p = 0.
+    """
 
     def draw(self, key: Key, p: LevelProbs, counts: Counts) -> LevelTokens:
         most = int(counts.max())
 
-        def likeliest_and_one(key: Key, probs: Probs, count: IntScalar) -> Int[Array, " children"]:
-            likeliest = jax.lax.top_k(probs, most - 1)[1]
+        def likeliest_and_one(key: Key, probs: Probs, count: Scalar) -> Int[Array, " children"]:
+            order = jax.lax.top_k(probs, most)[1]
             is_likeliest = jnp.arange(most) < count - 1
-            taken = jnp.where(is_likeliest[:-1], likeliest, len(probs))
-            one = draw(key, probs.at[taken].set(0, mode="drop"))
-            return jnp.where(is_likeliest, jnp.append(likeliest, 0), one).astype(jnp.int32)
+            rest = probs.at[jnp.where(is_likeliest, order, len(probs))].set(0, mode="drop")
+            one = jnp.where(jnp.any(rest > 0), draw(key, rest), order[count - 1])
+            return jnp.where(is_likeliest, order, one).astype(jnp.int32)
 
         keys = jax.random.split(key, len(p))
         return jax.vmap(likeliest_and_one)(keys, p, jnp.asarray(counts))
 
-    def sequences(self, p: ExactProbs, k: int) -> Sequences:
+    def sequences(self, p: ExactProbs, k: int) -> DraftSequences:
         last_rank = min(k, int(np.sum(p > 0))) - 1
         likeliest = np.argsort(-p, kind="stable")[:last_rank].tolist()
         rest = p.copy()
@@ -138,7 +133,7 @@ class Greedy(Rule):
 
 
 IID, WITHOUT_REPLACEMENT = IndependentDrafts(), WithoutReplacement()
-RACE, GREEDY = Race(), Greedy()
+RACE, GREEDY = RaceRule(), GreedyRule()
 
 
 def probability_in_order(p: ExactProbs, drafts: Sequence[int]) -> float:

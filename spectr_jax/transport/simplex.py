@@ -4,26 +4,21 @@ JAX has no linear programming, and one host call per node would take longer than
 few variables and a few dozen constraints, a pivot is one rank-one update of a dense tableau.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from spectr_jax.transport.types import BoolScalar, IntScalar
+from spectr_jax.transport.types import Scalar
 
 PIVOTS = 100
 """The largest number of pivots. Programs with 16 variables take about 10 to 30."""
 
-_Carry: TypeAlias = tuple[
-    Float[Array, "rows columns"], Int[Array, " m"], Int[Array, " n"], IntScalar
-]
-
 
 def tolerance(dtype: Any) -> float:
     """Returns the tolerance below which numbers count as 0: 1e-11 in float64, 1e-5 in float32."""
-    small: float = float(jnp.finfo(dtype).eps) ** 0.7
-    return small
+    return float(jnp.finfo(dtype).eps) ** 0.7
 
 
 def maximise(
@@ -41,11 +36,11 @@ def maximise(
     table = jnp.block([[rows, bounds[:, None]], [-gain[None, :], jnp.zeros((1, 1), rows.dtype)]])
     small = tolerance(rows.dtype)  # Smaller pivots are rounding errors.
 
-    def improvable(carry: _Carry) -> BoolScalar:
+    def improvable(carry: Any) -> Scalar:
         table, _, _, steps = carry
         return jnp.any(table[-1, :-1] < -small) & (steps < PIVOTS)
 
-    def pivot(carry: _Carry) -> _Carry:
+    def pivot(carry: Any) -> Any:
         table, basic, free, steps = carry
         column = jnp.argmin(table[-1, :-1])
         slopes = table[:-1, column]
@@ -60,12 +55,8 @@ def maximise(
         updated = updated.at[row].set(scaled).at[row, column].set(1 / at)
         swapped = basic.at[row].set(free[column]), free.at[column].set(basic[row])
         # Without a bound in this direction the search stops at the current x.
-        return (
-            jnp.where(bounded, updated, table),
-            jnp.where(bounded, swapped[0], basic),
-            jnp.where(bounded, swapped[1], free),
-            jnp.where(bounded, steps + 1, PIVOTS),
-        )
+        further, stopped = (updated, *swapped, steps + 1), (table, basic, free, PIVOTS)
+        return tuple(jnp.where(bounded, *pair) for pair in zip(further, stopped, strict=True))
 
     start = table, n + jnp.arange(m), jnp.arange(n), jnp.int32(0)
     table, basic, _, _ = jax.lax.while_loop(improvable, pivot, start)

@@ -22,28 +22,18 @@ distribution for each draft.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from spectr_jax.transport import iopt, simplex
 from spectr_jax.transport.base import cached, or_else, product
 from spectr_jax.transport.draws import draw
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
-from spectr_jax.transport.types import (
-    BoolScalar,
-    Drafts,
-    ExactProbs,
-    FloatScalar,
-    IntScalar,
-    Key,
-    Probs,
-    Valid,
-)
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 LARGEST_ALPHA = 1e3
 """The largest alpha. This limit binds only if Omega_i has less than a thousandth of q."""
@@ -54,7 +44,7 @@ class _Stages(NamedTuple):
     thresholds: Float[Array, " stages"]
 
 
-_Carry: TypeAlias = tuple[_Stages, BoolScalar, IntScalar]
+_Carry: TypeAlias = tuple[_Stages, Scalar, Scalar]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +53,7 @@ class SpecTrPlusPlus(iopt.SequentialPlan):
 
     iterations: int = 32
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
         accept_key, residual_key = jax.random.split(key)
         k, most = jnp.sum(valid), len(drafts)
         alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, self.iterations)
@@ -74,7 +64,7 @@ class SpecTrPlusPlus(iopt.SequentialPlan):
         accepted = (p_k <= thresholds[stage] * q_k) | (uniforms * p_k < alphas[stage] * q_k)
         passes = valid & (q_k > 0) & accepted
 
-        def accept(i: IntScalar, carry: tuple[Probs, FloatScalar]) -> tuple[Probs, FloatScalar]:
+        def accept(i: Scalar, carry: tuple[Probs, Scalar]) -> tuple[Probs, Scalar]:
             left, reached = carry
             accepted = jnp.where(p <= thresholds[i] * q, p, jnp.minimum(p, alphas[i] * q)) * (i < k)
             return left - reached * accepted, reached * jnp.maximum(1 - jnp.sum(accepted), 0)
@@ -106,35 +96,32 @@ def _stages(p: ExactProbs, q: ExactProbs, k: int, iterations: int) -> iopt.Stage
 
 
 def _iopt(
-    p: Probs, q: Probs, gamma: FloatScalar, k: IntScalar, most: int, iterations: int | IntScalar
+    p: Probs, q: Probs, gamma: Scalar, k: Scalar, most: int, iterations: int | Scalar
 ) -> _Stages:
     """Runs Algorithm 2 for a traced k <= `most`; stages after the k-th have no effect."""
     tolerance = simplex.tolerance(p.dtype)
     active = jnp.arange(most) < k
     ratio = jnp.where(q > 0, p / jnp.where(q > 0, q, 1), jnp.inf)
 
-    def sizes(thresholds: Float[Array, " stages"]) -> Int[Array, " stages"]:
-        return jnp.sum(ratio > thresholds[:, None], axis=1)
-
-    def unfinished(carry: _Carry) -> BoolScalar:
-        return carry[1] & (carry[2] < iterations)
-
     def improve(carry: _Carry) -> _Carry:
         stages, _, done = carry
         alphas = _best_alphas(p, q, ratio, stages, active)
         raised = jnp.maximum(stages.thresholds, alphas * (1 + tolerance))
         thresholds = jnp.where(active, raised, -jnp.inf)
-        same = jnp.all(sizes(thresholds) == sizes(stages.thresholds))
+        both = jnp.stack([thresholds, stages.thresholds])[..., None]
+        sizes = jnp.sum(ratio > both, axis=2)
+        same = jnp.all(sizes[0] == sizes[1])
         # The last alphas are the best for the subsets before the change, so those subsets are kept.
         last = same | (done + 1 == iterations)
         return _Stages(alphas, jnp.where(last, stages.thresholds, thresholds)), ~same, done + 1
 
     alpha = jnp.where(active, 1 / gamma, 0).astype(p.dtype)
     start = _Stages(alpha, jnp.where(active, alpha * (1 - tolerance), -jnp.inf))
-    return jax.lax.while_loop(unfinished, improve, (start, jnp.bool_(True), jnp.int32(0)))[0]
+    carry = start, jnp.bool_(True), jnp.int32(0)
+    return jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < iterations), improve, carry)[0]
 
 
-_jitted_iopt = functools.partial(jax.jit, static_argnums=4)(_iopt)
+_jitted_iopt = jax.jit(_iopt, static_argnums=4)
 
 
 def _best_alphas(

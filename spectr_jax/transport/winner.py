@@ -18,22 +18,16 @@ from jaxtyping import Float
 
 from spectr_jax.transport.base import Plan, exact_residual, or_else
 from spectr_jax.transport.draws import draw
-from spectr_jax.transport.types import Drafts, ExactProbs, IntScalar, Key, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 ExactWin: TypeAlias = tuple[Float[np.ndarray, " k"], ExactProbs]
 
 
 class Winner(NamedTuple):
-    """The winner among the drafts.
+    """The winner among the drafts, and its distribution; undefined if no draft is valid."""
 
-    Attributes:
-      index: [] int32, the index of the winning draft; undefined if none is valid.
-      pmf: [V] g, the distribution of its token given the number of drafts; undefined if none is
-        valid.
-    """
-
-    index: IntScalar  # type: ignore[assignment]  # Hides the method of tuples.
-    pmf: Probs
+    index: Scalar  # type: ignore[assignment]  # Hides the method of tuples.
+    pmf: Probs  # g, the distribution of its token given the number of drafts.
 
 
 class WinnerPlan(Plan):
@@ -43,14 +37,14 @@ class WinnerPlan(Plan):
     """
 
     @abc.abstractmethod
-    def win(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> Winner:
+    def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         """Returns the winner; arguments as in `choose`."""
 
     @abc.abstractmethod
     def exact_win(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactWin:
         """Returns the probability [k] that each draft wins, and g [V], in float64."""
 
-    def choose(self, key: Key, p: Probs, q: Probs, drafts: Drafts, valid: Valid) -> IntScalar:
+    def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
         accept_key, residual_key, win_key = jax.random.split(key, 3)
         index, g = self.win(win_key, p, q, drafts, valid)
         draft = drafts[index]
@@ -71,10 +65,7 @@ class WinnerPlan(Plan):
 
 
 def highest_wins(final: Float[np.ndarray, "k cells"]) -> Float[np.ndarray, " k"]:
-    """Returns the probability [k] that each draft is highest, where `final` [k, C] has their pmfs.
-
-    Ties are broken uniformly.
-    """
+    """Returns the probability [k] that each draft of pmfs `final` [k, C] wins; ties are uniform."""
     k = len(final)
     below = np.cumsum(final, axis=1) - final
     # A draft with priority u within its cell wins if no other draft is above. The integral over u
@@ -82,5 +73,4 @@ def highest_wins(final: Float[np.ndarray, "k cells"]) -> Float[np.ndarray, " k"]
     nodes, weights = np.polynomial.legendre.leggauss(k // 2 + 1)
     beaten = below[:, :, None] + final[:, :, None] * (nodes + 1) / 2
     others = np.stack([np.prod(np.delete(beaten, i, axis=0), axis=0) for i in range(k)])
-    wins: Float[np.ndarray, " k"] = np.einsum("kc,kcn,n->k", final, others, weights / 2)
-    return wins
+    return np.einsum("kc,kcn,n->k", final, others, weights / 2)

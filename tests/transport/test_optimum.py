@@ -281,7 +281,9 @@ def test_race_select_follows_the_acceptance_by_child_index():
 
 def test_race_clocks_resolve_rare_tokens():
     """Tokens below 1e-7 win by clocks near 2^-24, so clocks must not be multiples of 2^-24."""
-    clocks = np.exp(-np.asarray(draws.scores(jax.random.key(0), jnp.ones(1 << 23)), np.float64))
+    clocks = np.exp(
+        np.asarray(draws.log_arrivals(jax.random.key(0), jnp.ones(1 << 23)), np.float64)
+    )
     steps = clocks[clocks < 64 * 2.0**-24] * 2**24
     assert 10 < len(steps) < 70  # A fraction of 2^-18 of the 2^23 clocks is that small.
     assert np.mean(np.abs(steps - np.round(steps))) > 0.1

@@ -1,6 +1,7 @@
 """Properties that all plans share. To test a new plan, add a line to PLANS."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -104,10 +105,9 @@ def test_bad_arguments_are_refused_outside_jit(change, message):
 
 def test_bad_k_gamma_and_impossible_drafts_are_refused():
     half = [0.5, 0.5]
-    with pytest.raises(UserError, match="k=0: "):
-        transport.get("otm").acceptance(half, half, 0)
-    with pytest.raises(UserError, match=r"k=1\.5: "):
-        transport.optimal_acceptance(half, half, 1.5)
+    for k in (0, 1.5, math.inf, math.nan, True, "2"):
+        with pytest.raises(UserError, match=f"k={k}: "):
+            transport.get("otm").acceptance(half, half, k)
     with pytest.raises(UserError, match=r"gamma=0\.5: "):
         transport.get("kseq_gamma", gamma=0.5).acceptance(half, half, 2)
     with pytest.raises(UserError, match=r"drafts=\(0, 0\): "):
@@ -181,6 +181,14 @@ def test_unknown_plans_and_options_are_refused():
         transport.get("k-seq")
     with pytest.raises(UserError, match="plan 'maximal' has no option 'gamma'"):
         transport.get("maximal", gamma=2.0)
+
+
+def test_a_factory_can_pass_options_on(monkeypatch):
+    monkeypatch.setattr(transport, "PLANS", dict(transport.PLANS))
+    transport.register("mine", lambda **options: transport.get("kseq_gamma", **options))
+    assert transport.get("mine", gamma=2.0) == kseq.KSeqGamma(2.0)
+    with pytest.raises(UserError, match="plan 'kseq_gamma' has no option 'w'"):
+        transport.get("mine", w=2.0)
 
 
 def test_equal_plans_hash_alike():

@@ -33,7 +33,7 @@ from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.verifiers.block import along_winners
 from spectr_jax.transport import rules
 from spectr_jax.transport.otm import cumulative
-from spectr_jax.transport.types import Drafts, FloatScalar, IntScalar, Probs, Valid
+from spectr_jax.transport.types import DraftTokens, FloatScalar, IntScalar, Probs, Valid
 from spectr_jax.transport.winner import Winner
 from spectr_jax.utils.errors import UserError
 
@@ -56,7 +56,7 @@ class MultiPath(Verifier):
         chains = len(scored.tree.levels[1]) if scored.tree.size else 1
 
         def prepare(
-            key: PRNGKeyArray, p: Probs, q: Probs, drafts: Drafts, valid: Valid
+            key: PRNGKeyArray, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid
         ) -> tuple[Ranked, IntScalar, IntScalar]:
             del key  # Tokens of equal ratio are ranked by index.
             ranked = ranked_by_ratio(p, q)
