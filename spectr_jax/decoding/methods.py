@@ -6,7 +6,6 @@ drafts take `num_drafts` (K) and `draft_length` (L), or instead a `tree`, as in 
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +18,8 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import Block, TokenByToken, Verifier
 from spectr_jax.decoding.verifiers.layer import COMPETITIONS
 from spectr_jax.models.frozen import Frozen
-from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils import registry
+from spectr_jax.utils.errors import UserError
 
 Shape: TypeAlias = Tree | str | None
 Count: TypeAlias = int | None
@@ -223,8 +223,7 @@ def register(name: str, factory: Factory) -> None:
     Raises:
       UserError: the name is taken, or `factory` is not callable.
     """
-    if name in METHODS:
-        raise UserError(f"name={name!r}: is already a registered method; choose another name")
+    registry.check_free(Method, METHODS, name)
     if not callable(factory):
         raise UserError(f"factory={factory!r}: must be a function of options that returns a Method")
     METHODS[name] = factory
@@ -236,15 +235,5 @@ def get_method(name: str, **options: Any) -> Method:
     Raises:
       UserError: the method or an option is unknown, or a value is out of range.
     """
-    if not isinstance(name, str) or name not in METHODS:
-        raise unknown("method", name, METHODS)
-    known = inspect.signature(METHODS[name]).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for option in options:
-        if option not in known and not passes_on:
-            names = ", ".join(known) or "none"
-            raise UserError(f"method {name!r} has no option {option!r}; it has {names}")
-    if not isinstance(method := METHODS[name](**options), Method):
-        raise UserError(f"method {name!r}: its factory returns {method!r:.40}; return a Method")
     # A factory may build on another method, but tables tell methods apart by name.
-    return dataclasses.replace(method, name=name)
+    return dataclasses.replace(registry.make(Method, METHODS, name, options), name=name)

@@ -3,7 +3,6 @@
 `get(name)` returns a plan. The file of each plan names its paper, theorem and algorithm.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,8 @@ from spectr_jax.transport.race import Race
 from spectr_jax.transport.recursive import Recursive, RecursiveWithoutReplacement
 from spectr_jax.transport.spectr_plus_plus import SpecTrPlus, SpecTrPlusPlus
 from spectr_jax.transport.winner import WinnerPlan
-from spectr_jax.utils.errors import UserError, unknown
+from spectr_jax.utils import registry
+from spectr_jax.utils.errors import UserError
 
 __all__ = [
     "PLANS",
@@ -71,8 +71,7 @@ def register(name: str, plan: Callable[..., Plan]) -> None:
     Raises:
       UserError: the name is taken, or `plan` is neither, or a method is missing.
     """
-    if name in PLANS:
-        raise UserError(f"name={name!r}: a plan has this name; choose another")
+    registry.check_free(Plan, PLANS, name)
     if not callable(plan) or (isinstance(plan, type) and not issubclass(plan, Plan)):
         wanted = "must be a class that inherits from Plan, or a function that returns a Plan"
         raise UserError(f"plan {name!r}: {plan!r:.60}: {wanted}")
@@ -87,16 +86,6 @@ def get(name: str, **options: Any) -> Plan:
     Raises:
       UserError: the plan or an option is unknown, or an option is out of range.
     """
-    if not isinstance(name, str) or name not in PLANS:
-        raise unknown("plan", name, PLANS)
-    known = inspect.signature(PLANS[name]).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for option in options:
-        if option not in known and not passes_on:
-            has = ", ".join(known) or "none"
-            raise UserError(f"plan {name!r} has no option {option!r}; it has {has}")
-    plan = PLANS[name](**options)
-    if not isinstance(plan, Plan):
-        raise UserError(f"plan {name!r}: its factory returns {plan!r:.40}; return a Plan")
+    plan = registry.make(Plan, PLANS, name, options)  # type: ignore[type-abstract]
     object.__setattr__(plan, "name", name)  # Plans are frozen, and have the name of their entry.
     return plan

@@ -1,0 +1,40 @@
+"""Things that are made by name: plans and methods."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from spectr_jax.utils.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+def make(
+    kind: type[T], factories: Mapping[str, Callable[..., T]], name: str, options: dict[str, Any]
+) -> T:
+    """Returns `factories[name](**options)`, which must be a `kind`.
+
+    Raises:
+      UserError: the name or an option is unknown, or the factory returns something else.
+    """
+    what = kind.__name__.lower()
+    if not isinstance(name, str) or name not in factories:
+        raise unknown(what, name, factories)
+    known = inspect.signature(factories[name]).parameters
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for option in options:
+        if option not in known and not passes_on:
+            names = ", ".join(known) or "none"
+            raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}")
+    product = factories[name](**options)
+    if not isinstance(product, kind):
+        returns = f"its factory returns {product!r:.40}"
+        raise UserError(f"{what} {name!r}: {returns}; return a {kind.__name__}")
+    return product
+
+
+def check_free(kind: type, factories: Mapping[str, Any], name: str) -> None:
+    """Raises `UserError` if the name is taken."""
+    if name in factories:
+        taken = f"is already a registered {kind.__name__.lower()}"
+        raise UserError(f"name={name!r}: {taken}; choose another name")
