@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, decode, get_method
+from spectr_jax.decoding import Policy, bias, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
 KEY = jax.random.key(0)
@@ -112,6 +113,18 @@ def test_bad_keys_meshes_and_methods_are_refused(change, message):
     given = {"key": KEY, "mesh": None, "method": SPECTR, "target": TABLE, "draft": TABLE, **change}
     with pytest.raises(UserError, match=message):
         generate(**given, prompts=[[1], [1]], prompt_lengths=[1, 1], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("process", [None, bias({3: 2.0}), lambda logits, *_: logits / 2])
+def test_a_mesh_does_not_change_sequences(process):
+    policy = Policy(temperature=[1.0, 0.0, 0.5, 1.0], top_k=[0, 3, 4, 0], process=process)
+    rows = [[1, 2]] * 4, [2, 1, 2, 1], 8, policy
+    options = {"stop": [[3, 4]], "logprobs": True}
+    alone, spread = (
+        generate(KEY, SPECTR, TABLE, TABLE, *rows, mesh=mesh, **options)
+        for mesh in (None, sharding.make_mesh())
+    )
+    jax.tree.map(np.testing.assert_array_equal, alone, spread)
 
 
 def test_observed_booleans_are_counted():
