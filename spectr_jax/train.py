@@ -34,10 +34,7 @@ def main():
         )
     keep_freed_memory()
     if "kind" not in config:
-        raise UserError(
-            "config field 'kind' is missing; start from train_config or distil_config, as the files "
-            "in configs/ do"
-        )
+        raise UserError("config field 'kind' is missing; start from train_config or distil_config")
     if config.kind == runs.LANGUAGE_MODEL:
         from spectr_jax.training.loop import train
 

@@ -112,12 +112,11 @@ def _packed_rows(
     dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
 ) -> grain.IterDataset:
     """Returns packed targets [length] of the sentences in `dataset`."""
-
-    def targets_of(sentence: str) -> dict[str, np.ndarray]:
-        return {"targets": np.asarray(encode(sentence, tokenizer, length), np.int32)}
-
+    encoded = dataset.map(
+        lambda sentence: {"targets": np.asarray(encode(sentence, tokenizer, length), np.int32)}
+    )
     rows = grain.experimental.FirstFitPackIterDataset(
-        dataset.map(targets_of).to_iter_dataset(
+        encoded.to_iter_dataset(
             grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
         ),
         length_struct={"targets": length},

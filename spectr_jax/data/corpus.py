@@ -162,9 +162,8 @@ def corpus_digest(sentences: Sentences) -> str:
 
 
 def content_digest(corpus: Any) -> str:
-    """Returns a digest of `Sentences` or `PackedRows` that changes with any edited sentence. It takes
-    about as long as reading the files: 4 GB of LM1B take some seconds. That of packed rows relies on
-    their index, which has one."""
+    """Returns a digest of `Sentences` that changes with any edit, in about the time of reading the
+    files (4 GB of LM1B: some seconds), or of `PackedRows`, which relies on that in their index."""
     if hasattr(corpus, "digest"):
         return corpus.digest()[:16]
     return digest("\n".join(corpus[index] for index in range(len(corpus))).encode())[:16]

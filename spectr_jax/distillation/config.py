@@ -1,7 +1,4 @@
-"""Fields of distillation configs. Their values here are frozen: older runs that lack one rely on it.
-
-Labels are at temperature 1; `label --temperature` and `--seed` are for what the teacher writes.
-"""
+"""Fields of distillation configs. Their values here are frozen: older runs that lack one rely on it."""
 
 import ml_collections
 
@@ -35,7 +32,8 @@ def distil_config() -> ml_collections.ConfigDict:
                 "dtype": "bfloat16",
             },
             "data": {
-                # Folders of labels with commas between them; online, corpora too.
+                # Folders of labels with commas between them; online, corpora too. Labels are at
+                # temperature 1: `label --temperature` and `--seed` are for what the teacher writes.
                 "train": "labels/train",
                 "shares": (1,),  # Online: shares of a batch, or one number for equal shares.
                 "length": 256,  # Online: tokens per row.

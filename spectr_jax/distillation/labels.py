@@ -24,8 +24,7 @@ FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
 """Fields that every index has, or had by `OLDER`. Folders used together must agree in them."""
-OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
-OLDER |= {"shard": 512}
+OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True, "shard": 512}
 OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
 """Values of fields that older indices lack."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
@@ -76,7 +75,7 @@ class LabelledRows(PackedRows):
         shards: list[np.ndarray],
         index: dict[str, Any],
         counts: tuple[int, ...],
-        identity: str = "",
+        identity: str,
     ):
         super().__init__(shards, index["vocabulary"], identity)
         self.index, self.teacher_name, self.counts = index, index["teacher"], counts

@@ -149,8 +149,8 @@ def _source(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Source:
     counts = runs.read_student(workdir).counts if resumes else ()
     if resumes and not counts and hosts.is_first():
         print(
-            f"{workdir / runs.STUDENT} does not say how many rows the run began with, because it is "
-            "older: all that are there now are taken"
+            f"{workdir / runs.STUDENT} is older, and does not say how many rows the run began with: "
+            "it continues on all that are there now"
         )
     source: Source
     if not config.online:

@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -83,10 +83,7 @@ def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.Con
 
 
 def count_streams(
-    config: ml_collections.ConfigDict,
-    devices: int,
-    processes: int,
-    sources: Iterable[tuple[int, int]],
+    config: ml_collections.ConfigDict, devices: int, processes: int, sources: list[tuple[int, int]]
 ) -> int:
     """Returns the number of streams into which each source is divided, for any number of processes.
 

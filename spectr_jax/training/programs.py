@@ -20,9 +20,7 @@ from spectr_jax.utils import sharding
 class Programs(NamedTuple):
     """The programs of a run, each of which compiles on its first call, and what they cost."""
 
-    # (key) -> state; the key is consumed. `run` replaces the parameters if it has initial ones, as
-    # students always do.
-    init: Callable
+    init: Callable  # (key) -> state; consumes the key. `run` replaces a student's parameters.
     step: Callable  # (state, batch) -> state, metrics; the state is donated.
     evaluate: (
         Callable  # (params, batch) -> sums over its tokens, as `eval_step` or `summed_scores`.
@@ -84,11 +82,7 @@ def compiled(
         init=jax.jit(init, out_shardings=shardings),
         step=step,
         evaluate=evaluate,
-        like=jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            shapes,
-            shardings,
-        ),
+        like=jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, shardings),
         schedule=schedule,
         flops_per_token=flops_per_token,
     )

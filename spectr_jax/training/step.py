@@ -21,9 +21,7 @@ class TrainState:
     step: jax.Array  # int32 [], number of steps taken.
     params: Any  # Parameters, as `nnx.split` returns them.
     opt_state: Any
-    # [] typed key; part j of the update after n steps draws its dropout from
-    # `fold_in(fold_in(key, n), j)`.
-    key: jax.Array
+    key: jax.Array  # Typed key []; part j of update n drops out by `fold_in(fold_in(key, n), j)`.
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
