@@ -104,7 +104,8 @@ def main():
     # After flags are parsed, so that `--help` does not wait for JAX.
     from spectr_jax.decoding import Policy
     from spectr_jax.decoding.policy import check_policy
-    from spectr_jax.loading.by_name import PUBLISHED, SMOLLM2, check_dtype
+    from spectr_jax.loading.by_name import SMOLLM2, check_dtype
+    from spectr_jax.models.formats.published import PUBLISHED
     from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
     from spectr_jax.utils.errors import UserError

@@ -22,6 +22,7 @@ _WORKDIR = flags.DEFINE_string(
 
 def main():
     # Imported after the flags are parsed, so that `--help` does not wait for JAX.
+    from spectr_jax.models.formats import runs
     from spectr_jax.utils.errors import UserError, unknown
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory
@@ -32,17 +33,18 @@ def main():
             "--config: is an evaluation; give one such as configs/embedded.py, or `eval` it"
         )
     keep_freed_memory()
-    kind = config.get("kind")
-    if kind == "language_model":
+    if "kind" not in config:
+        raise UserError("config field 'kind' is missing; start from train_config or distil_config")
+    if config.kind == runs.LANGUAGE_MODEL:
         from spectr_jax.training.loop import train
 
         train(config, workdir)
-    elif kind == "student":
+    elif config.kind == runs.DRAFT_STUDENT:
         from spectr_jax.distillation.training import distil
 
         distil(config, workdir)
     else:
-        raise unknown("kind", kind, ("language_model", "student"))
+        raise unknown("kind", config.kind, runs.KINDS)
 
 
 if __name__ == "__main__":

@@ -476,6 +476,13 @@ def test_sentences_of_one_token_are_not_labelled(run, tmp_path):
     assert nothing_written(tmp_path)
 
 
+def test_a_config_without_a_kind_is_refused_with_a_remedy(run, tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text("import ml_collections\nget_config = lambda: ml_collections.ConfigDict({})")
+    ended = run(TRAIN, f"--config={file}", f"--workdir={tmp_path}/written")
+    check_one_line(ended, "config field 'kind' is missing; start from train_config or")
+
+
 def test_a_finished_table_is_reported_in_one_line(run, tmp_path):
     flags = f"{QUALITY} --config.models=('2m',) --config.heldout=spectr_jax/embedded/prompts.txt"
     flags += " --config.sentences=2 --config.batch_size=2 --config.dtypes=('float32',)"

@@ -14,7 +14,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import decoding
-from spectr_jax.loading.by_name import PUBLISHED
+from spectr_jax.models.formats.published import PUBLISHED
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.weights import weight_files
 from spectr_jax.utils.errors import EXTRAS

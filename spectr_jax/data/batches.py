@@ -5,6 +5,7 @@ another, and `positions` starts at 0 in each. Inputs are BOS and the pieces; tar
 and EOS.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,57 +13,43 @@ import grain
 import numpy as np
 
 from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.packing import PACKING_BINS
-from spectr_jax.data.shuffled import PackedRows, ShuffledRows
+from spectr_jax.data.packed import PackedRows, ShuffledRows
+from spectr_jax.data.packing import PACKING_BINS, encode
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
-from spectr_jax.utils.errors import UserError
 
 PREFETCHED_BATCHES = 4
-
-
-def encode(sentence: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
-    """Returns the targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
-    return np.asarray([*tokenizer.encode(sentence), EOS], np.int32)[:length]
 
 
 def training_batches(
     corpus: Sentences | PackedRows,
     tokenizer: Tokenizer,
     *,
-    batch: int,
+    batch_size: int,
     length: int,
     seed: int,
     streams: int = 1,
-    process: int = 0,
-    processes: int = 1,
+    mine: slice = slice(None),
 ) -> grain.IterDataset:
     """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
 
-    A batch is a dict of `inputs`, `targets`, `segments`, `positions`, int32 [batch / processes,
-    length]. `positions_of` and `go_to` get and set the position of an iterator.
+    A batch is a dict of `inputs`, `targets`, `segments`, `positions`, int32 [B, length], where B is
+    this process's share of `batch_size`. `positions_of` and `go_to` get and set the position of an
+    iterator.
 
     Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream is shuffled and
     packed separately, and a batch takes the same number of rows from each. Batches therefore depend
-    on the number of streams, not on the number of processes, each of which reads its own streams.
-    `batch` (rows over all processes) is a multiple of `streams`, which is one of `processes`.
-
-    Raises:
-      UserError: there are fewer sentences, or rows, than streams.
+    on the number of streams, not on the number of processes, each of which reads the streams `mine`
+    (`hosts.own_share`). `streams` divides `batch_size`, and none is empty.
     """
-    if len(corpus) < streams:
-        what = "packed rows" if isinstance(corpus, PackedRows) else "sentences"
-        raise UserError(
-            f"the corpus has {len(corpus)} {what}, too few for {streams} streams; give more text, "
-            f"or lower data.streams to {len(corpus)}"
-        )
     if isinstance(corpus, PackedRows):
-        return row_batches(corpus, _batch_of, batch, seed, streams, process, processes)
+        return row_batches(corpus, _batch_of, batch_size, seed, streams, mine)
 
-    def stream_of(stream: int) -> grain.IterDataset:
+    def rows_of_stream(stream: int) -> grain.IterDataset:
         sentences = shuffled(corpus, seed, stream, streams)
-        return _packed_rows(sentences, tokenizer, length, threads=0).batch(batch // streams)
+        rows = _packed_rows(sentences, tokenizer, length, threads=0)
+        return rows.batch(batch_size // streams)
 
-    return mixed_batches([stream_of], _batch_of, streams, process, processes)
+    return mixed_batches([rows_of_stream], _batch_of, streams, mine)
 
 
 def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.MapDataset:
@@ -73,37 +60,28 @@ def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.M
 def row_batches(
     rows: PackedRows,
     batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
-    batch: int,
+    batch_size: int,
     seed: int,
     streams: int = 1,
-    process: int = 0,
-    processes: int = 1,
+    mine: slice = slice(None),
 ) -> grain.IterDataset:
     """Returns the pipeline of `training_batches` for packed rows. `batch_of` makes a batch of rows."""
-
-    def stream_of(stream: int) -> grain.IterDataset:
-        return ShuffledRows(
-            rows, count=batch // streams, seed=seed + stream, stream=stream, streams=streams
-        )
-
-    return mixed_batches([stream_of], batch_of, streams, process, processes)
+    share = functools.partial(ShuffledRows, rows, batch_size // streams, seed, streams)
+    return mixed_batches([share], batch_of, streams, mine)
 
 
 def mixed_batches(
-    sources: Sequence[Callable[[int], grain.IterDataset]],
+    rows_of_streams: Sequence[Callable[[int], grain.IterDataset]],
     batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
     streams: int,
-    process: int = 0,
-    processes: int = 1,
+    mine: slice,
 ) -> grain.IterDataset:
     """Returns the pipeline of `training_batches` over several sources.
 
-    Each source maps the index of a stream to a dataset of arrays of rows. A batch concatenates one
-    array from each stream of each source.
+    `rows_of_streams` has a function for each source, which maps the index of a stream to a dataset
+    of arrays of rows. A batch concatenates one array from each stream of each source.
     """
-    share = streams // processes
-    mine = range(process * share, (process + 1) * share)
-    parts = [source(stream) for stream in mine for source in sources]
+    parts = [rows_of(stream) for stream in range(streams)[mine] for rows_of in rows_of_streams]
     batches = grain.experimental.ZipIterDataset(parts).map(
         lambda rows: batch_of(np.concatenate(rows))
     )
@@ -123,18 +101,20 @@ def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> N
 
 
 def evaluation_batches(
-    sentences: Sentences, tokenizer: Tokenizer, *, batch: int, length: int
+    sentences: Sentences, tokenizer: Tokenizer, *, batch_size: int, length: int
 ) -> grain.IterDataset:
     """Returns all sentences once, in order, packed. The last batch may have fewer rows."""
     rows = _packed_rows(grain.MapDataset.source(sentences), tokenizer, length)
-    return rows.batch(batch, drop_remainder=False).map(_batch_of)
+    return rows.batch(batch_size, drop_remainder=False).map(_batch_of)
 
 
 def _packed_rows(
     dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
 ) -> grain.IterDataset:
     """Returns packed targets [length] of the sentences in `dataset`."""
-    encoded = dataset.map(lambda sentence: {"targets": encode(sentence, tokenizer, length)})
+    encoded = dataset.map(
+        lambda sentence: {"targets": np.asarray(encode(sentence, tokenizer, length), np.int32)}
+    )
     rows = grain.experimental.FirstFitPackIterDataset(
         encoded.to_iter_dataset(
             grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)

@@ -119,6 +119,11 @@ def _read(path: pathlib.Path) -> np.ndarray:
     return np.asarray(rows)
 
 
+def encode(sentence: str, tokenizer: AnyTokenizer, length: int) -> list[int]:
+    """Returns the targets of one sentence, cut to `length` tokens (a cut sentence has no EOS)."""
+    return [*tokenizer.encode(sentence), EOS][:length]
+
+
 def first_fit(sentences: Iterable[str], tokenizer: AnyTokenizer, length: int) -> np.ndarray:
     """Returns the packed targets of all sentences, uint16 [R, length].
 
@@ -128,7 +133,7 @@ def first_fit(sentences: Iterable[str], tokenizer: AnyTokenizer, length: int) ->
     packed: list[np.ndarray] = []
     bins: list[list[int]] = []
     for sentence in sentences:
-        targets = [*tokenizer.encode(sentence), EOS][:length]
+        targets = encode(sentence, tokenizer, length)
         room = length - len(targets)
         for row in bins:
             if len(row) <= room:

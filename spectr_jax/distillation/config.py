@@ -1,7 +1,8 @@
-"""Fields of distillation configs, and the value of each in an older run that lacks it."""
+"""Fields of distillation configs. Their values here are frozen: older runs that lack one rely on it."""
 
 import ml_collections
 
+from spectr_jax.models.formats.runs import DRAFT_STUDENT
 from spectr_jax.training.config import train_config
 
 
@@ -13,7 +14,7 @@ def distil_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(
         {
             **{name: common[name] for name in kept},
-            "kind": "student",
+            "kind": DRAFT_STUDENT,
             "teacher": "",  # As `load` takes it; "" for the one that the labels name.
             "online": False,  # Whether the teacher labels text in each step.
             "teacher_dtype": "bfloat16",  # Precision of online labels.
@@ -31,7 +32,8 @@ def distil_config() -> ml_collections.ConfigDict:
                 "dtype": "bfloat16",
             },
             "data": {
-                # Folders of labels with commas between them; online, corpora too.
+                # Folders of labels with commas between them; online, corpora too. Labels are at
+                # temperature 1: `label --temperature` and `--seed` are for what the teacher writes.
                 "train": "labels/train",
                 "shares": (1,),  # Online: shares of a batch, or one number for equal shares.
                 "length": 256,  # Online: tokens per row.
@@ -42,7 +44,7 @@ def distil_config() -> ml_collections.ConfigDict:
                 "streams": 8,
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
-            "cross_entropy": 0.0,  # Weight of the cross-entropy of the text's next token.
+            "cross_entropy": 0.0,  # Weight of that loss (of the text's next token) besides `loss`.
             "depth": 2,  # Drafts in a row for which a student with features is trained.
             "steps": 4_000,
             "batch_size": 32,

@@ -9,10 +9,13 @@ names the teacher.
 
 import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
+import grain
+import ml_collections
 import numpy as np
 
+from spectr_jax.data.batches import row_batches
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
@@ -20,29 +23,14 @@ from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
-"""Fields that every index has. Folders used together must agree in them."""
-OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True}
-OLDER |= {"shard": 512}
+"""Fields that every index has, or had by `OLDER`. Folders used together must agree in them."""
+OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True, "shard": 512}
 OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
 """Values of fields that older indices lack."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
 """Digests that older indices lack, and the fields that identify the content instead."""
 TOP = 64
 """Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
-
-
-class Teacher(NamedTuple):
-    """The model that made labels.
-
-    Attributes:
-      name: as `load` takes it.
-      dtype: precision in which it labelled.
-      weights: digest of its weights in that dtype (`models.frozen.digest`); "" in older folders.
-    """
-
-    name: str
-    dtype: str
-    weights: str
 
 
 def row_type(
@@ -69,24 +57,28 @@ class LabelledRows(PackedRows):
     """Random access to labelled rows of type `row_type`.
 
     Attributes:
-      teacher: the model that made them.
+      index: of the first folder.
+      teacher_name: as `load` takes it; "" if an older index does not say.
       vocabulary: digest of the teacher's vocabulary (`AnyTokenizer.vocabulary`).
       vocab_size: size of the teacher's logits.
       context: context of the teacher, in tokens.
       features: features per place; 0 if there are none.
       labelled: whether rows have labels. Otherwise they are text to be labelled online.
       counts: number of rows of each folder.
+      frozen: None, because no teacher labels them during training (`OnlineRows`).
     """
+
+    frozen = None
 
     def __init__(
         self,
         shards: list[np.ndarray],
         index: dict[str, Any],
         counts: tuple[int, ...],
-        identity: str = "",
+        identity: str,
     ):
         super().__init__(shards, index["vocabulary"], identity)
-        self.teacher, self.counts = teacher_of(index), counts
+        self.index, self.teacher_name, self.counts = index, index["teacher"], counts
         self.vocabulary, self.vocab_size = index["vocabulary"], index["vocab_size"]
         self.context, self.features = index["context"], index["features"]
         self.labelled = index["labelled"]
@@ -95,6 +87,39 @@ class LabelledRows(PackedRows):
     def length(self) -> int:
         """Tokens per row."""
         return self._shards[0].dtype["tokens"].shape[0]
+
+    def sources(self, config: ml_collections.ConfigDict) -> list[tuple[int, int]]:
+        """Returns the number of rows, and how many a batch has of them."""
+        return [(len(self), config.batch_size)]
+
+    def digests(self) -> dict[str, Any]:
+        """Returns digests of what a run reads, by the fields that name it."""
+        return {"data.train": self.digest()}
+
+    def batches(
+        self, config: ml_collections.ConfigDict, streams: int, mine: slice = slice(None)
+    ) -> grain.IterDataset:
+        """Returns an endless, shuffled pipeline of batches; see `data.batches.training_batches`."""
+        return row_batches(self, batch_of, config.batch_size, config.seed, streams, mine)
+
+    def heldout(self, config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
+        """Returns the first rows of each held-out folder, by the last part of its path.
+
+        Raises:
+          UserError: a folder has labels of another teacher, or features that do not fit.
+        """
+        heldout = {}
+        for name in config.data.heldout:
+            rows = open_labels(name)
+            if (rows.vocabulary, rows.vocab_size) != (self.vocabulary, self.vocab_size):
+                raise UserError(
+                    f"data.heldout={name!r}: has labels of another teacher than "
+                    f"{config.data.train!r}; label them again"
+                )
+            check_teacher(name, rows.index, config.data.train, self.index)
+            check_features(config, name, rows.features)
+            heldout[pathlib.Path(name).name] = rows.first(config.data.heldout_rows)
+        return heldout
 
 
 def shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
@@ -172,7 +197,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{str(folder)!r} has labels of {field}={index[field]!r} and "
                     f"{str(folders[0])!r} of {first[field]!r}; give folders that agree"
                 )
-        check_teacher(str(folder), teacher_of(index), str(folders[0]), teacher_of(first))
+        check_teacher(str(folder), index, str(folders[0]), first)
     shape = ("vocab_size", "length", "features", "drafted", "labelled")
     wanted = row_type(*(first[field] for field in shape))
     shards_of = [_open_shards(folder, wanted) for folder in folders]
@@ -206,23 +231,32 @@ def other_sources(there: int, before: int) -> UserError:
     )
 
 
-def teacher_of(index: dict[str, Any]) -> Teacher:
-    """Returns the teacher that an index names."""
-    return Teacher(index["teacher"], index["dtype"], index["weights"])
+def check_teacher(name: str, index: dict[str, Any], other_name: str, other: dict[str, Any]) -> None:
+    """Raises `UserError` if the indices of two folders name different teachers.
 
-
-def check_teacher(name: str, teacher: Teacher, other_name: str, other: Teacher) -> None:
-    """Raises `UserError` if two folders have labels of different teachers.
-
-    Digests decide within one dtype, names across two. A folder without a digest passes.
+    Digests of weights decide within one dtype, names across two. A folder without a digest passes.
     """
-    same_dtype = teacher.dtype == other.dtype
-    same = teacher.weights == other.weights if same_dtype else teacher.name == other.name
-    if teacher.weights and other.weights and not same:
+    field = "weights" if index["dtype"] == other["dtype"] else "teacher"
+    if index["weights"] and other["weights"] and index[field] != other[field]:
         raise UserError(
-            f"{name!r} has labels of {teacher.name!r} ({teacher.weights}) and {other_name!r} of "
-            f"{other.name!r} ({other.weights}), another teacher; label one of them again"
+            f"{name!r} has labels of {index['teacher']!r} ({index['weights']}) and {other_name!r} of "
+            f"{other['teacher']!r} ({other['weights']}), another teacher; label one of them again"
         )
+
+
+def check_features(config: ml_collections.ConfigDict, name: str, features: int) -> None:
+    """Raises `UserError` if a student sees features, and a source `name` has others."""
+    if config.model.features not in (0, features):
+        fix = "set it, and model.width, to that" if features else "label with --features"
+        raise UserError(
+            f"model.features={config.model.features}: {name!r} has {features} features per token; "
+            f"{fix}"
+        )
+
+
+def drafted_of(rows: np.ndarray) -> np.ndarray:
+    """Returns bool [B, N]: the tokens after which a draft is requested; all in older folders."""
+    return rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
 
 
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -246,7 +280,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "segments": segments,
         "positions": np.where(segments > 0, positions, 0).astype(np.int32),
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
-        "drafted": rows["drafted"] if "drafted" in fields else segments > 0,
+        "drafted": drafted_of(rows),
     }
     if "top" in fields:
         batch["top"] = rows["top"].astype(np.int32)

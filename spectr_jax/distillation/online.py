@@ -6,7 +6,6 @@ of the rows of a batch.
 """
 
 import functools
-import math
 import pathlib
 import re
 from typing import Any
@@ -16,9 +15,8 @@ import ml_collections
 import numpy as np
 
 from spectr_jax.data import batches
-from spectr_jax.data.corpus import Sentences, open_sentences
-from spectr_jax.data.packed import digest_of
-from spectr_jax.data.shuffled import ShuffledRows
+from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
+from spectr_jax.data.packed import ShuffledRows
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.labels import LabelledRows
@@ -38,23 +36,28 @@ class OnlineRows:
     """Packed text from several sources and the teacher that labels it.
 
     Attributes:
-      model: the teacher's model.
-      teacher, vocabulary, vocab_size, context, features, length, counts: as in `LabelledRows`.
+      frozen: the teacher's model.
+      teacher_name, vocabulary, vocab_size, context, features, length, counts: as in `LabelledRows`.
     """
 
     def __init__(
         self, config: ml_collections.ConfigDict, teacher: Trained, counts: tuple[int, ...] = ()
     ):
-        self.model: Frozen = freeze(teacher)
-        self.teacher = labels.Teacher(config.teacher, config.teacher_dtype, "")
-        self.vocabulary, self.vocab_size = teacher.tokenizer.vocabulary, teacher.model.vocab_size
+        deepest = max(config.model.feature_layers, default=0)
+        if deepest > teacher.model.layers:
+            raise UserError(
+                f"model.feature_layers={tuple(config.model.feature_layers)}: teacher="
+                f"{config.teacher!r} has {teacher.model.layers} layers; lower them"
+            )
+        self.frozen: Frozen = freeze(teacher)
+        self.teacher_name, self.vocab_size = config.teacher, teacher.model.vocab_size
+        self.vocabulary = teacher.tokenizer.vocabulary
         self.context, self.features = teacher.model.context, features_shown(teacher.model)
         self.length = config.data.length
-        self._tokenizer, self._data = teacher.tokenizer, config.data
+        self._tokenizer, self._tfds_dir = teacher.tokenizer, config.data.tfds_dir or None
         self._row_type = labels.row_type(self.vocab_size, self.length, labelled=False)
         names = self._names = [name.strip() for name in config.data.train.split(",")]
         self._sources = [self._open(name, counts[i : i + 1]) for i, name in enumerate(names)]
-        self._rows_of_each = _rows_of_each(config, len(names))
         self.counts = tuple(len(source) for source in self._sources)
         if counts and len(counts) != len(names):
             raise labels.other_sources(len(names), len(counts))
@@ -65,56 +68,60 @@ class OnlineRows:
                     "the corpus"
                 )
 
+    def sources(self, config: ml_collections.ConfigDict) -> list[tuple[int, int]]:
+        """Returns for each source its number of sentences or rows, and how many rows a batch has of
+        it by `data.shares`."""
+        shares = tuple(config.data.shares)
+        shares = shares * len(self.counts) if len(shares) == 1 else shares
+        rows, remainders = zip(
+            *(divmod(config.batch_size * share, sum(shares)) for share in shares), strict=True
+        )
+        if len(shares) != len(self.counts) or any(remainders):
+            raise UserError(
+                f"data.shares={tuple(config.data.shares)}: must divide batch_size="
+                f"{config.batch_size} among the {len(self.counts)} sources of data.train; give one "
+                "positive integer each, whose sum divides the batch size"
+            )
+        return list(zip(self.counts, rows, strict=True))
+
     def digests(self) -> dict[str, Any]:
         """Returns digests of the sources and of the teacher, by the fields that name them."""
         return {
-            "data.train": [digest_of(source) for source in self._sources],
-            "teacher": digest(self.model),
+            "data.train": [content_digest(source) for source in self._sources],
+            "teacher": digest(self.frozen),
         }
 
-    def streams(self, streams: int) -> int:
-        """Returns the largest number of streams, at most `streams`, that divides the rows of each
-        source in a batch."""
-        return math.gcd(streams, *self._rows_of_each)
-
     def batches(
-        self, seed: int, streams: int, process: int = 0, processes: int = 1
+        self, config: ml_collections.ConfigDict, streams: int, mine: slice = slice(None)
     ) -> grain.IterDataset:
         """Returns an endless, shuffled pipeline of batches without labels; see
         `data.batches.training_batches`.
 
         Raises:
-          UserError: a source has fewer sentences, or rows, than there are streams, or a stream has
-            no sentence to learn from.
+          UserError: a stream has no sentence to learn from.
         """
-        if min(self.counts) < streams:
-            raise UserError(
-                f"data.streams={streams}: must be at most the {min(self.counts)} rows of the "
-                "smallest source; lower it, or give more text"
-            )
         for name, source in zip(self._names, self._sources, strict=True):
             if not isinstance(source, LabelledRows):
                 self._check_streams(name, source, streams)
 
-        def stream_of(source: Source, count: int, stream: int) -> grain.IterDataset:
+        def rows_of_stream(source: Source, count: int, stream: int) -> grain.IterDataset:
             if isinstance(source, LabelledRows):
-                rows = ShuffledRows(
-                    source, count=count, seed=seed + stream, stream=stream, streams=streams
-                )
+                rows = ShuffledRows(source, count, config.seed, streams, stream)
                 return rows.map(self._without_labels)
-            texts = batches.shuffled(source, seed, stream, streams).map(self._encoded)
-            return teaching.packed(texts, self._row_type).batch(count)
+            sentences = batches.shuffled(source, config.seed, stream, streams)
+            texts = sentences.map(lambda sentence: teaching.Text(self._tokenizer.prompt(sentence)))
+            return teaching.rows_of_texts(texts, self._row_type).batch(count)
 
-        sources = [
-            functools.partial(stream_of, source, rows // streams)
-            for source, rows in zip(self._sources, self._rows_of_each, strict=True)
+        rows_of_streams = [
+            functools.partial(rows_of_stream, source, rows // streams)
+            for source, (_, rows) in zip(self._sources, self.sources(config), strict=True)
         ]
-        return batches.mixed_batches(sources, labels.batch_of, streams, process, processes)
+        return batches.mixed_batches(rows_of_streams, labels.batch_of, streams, mine)
 
-    def heldout(self) -> dict[str, np.ndarray]:
+    def heldout(self, config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
         """Returns the first rows of each held-out source, by name."""
-        heldout, count = {}, self._data.heldout_rows
-        for name in self._data.heldout:
+        heldout, count = {}, config.data.heldout_rows
+        for name in config.data.heldout:
             source = self._open(name, ())
             if isinstance(source, LabelledRows):
                 rows = self._without_labels(source.first(count))
@@ -131,10 +138,12 @@ class OnlineRows:
             heldout[short_name(name)] = rows
         return heldout
 
-    def frequent_tokens(self, count: int, seed: int) -> np.ndarray:
+    def tokens_by_count(
+        self, count: int, config: ml_collections.ConfigDict, streams: int
+    ) -> np.ndarray:
         """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
         counted, rows = np.zeros(self.vocab_size, np.int64), 0
-        data = iter(self.batches(seed, self.streams(self._data.streams)))
+        data = iter(self.batches(config, streams))
         while rows < COUNTED_ROWS:
             batch = next(data)
             real = batch["inputs"][batch["segments"] > 0]
@@ -145,7 +154,7 @@ class OnlineRows:
 
     def _open(self, name: str, counts: tuple[int, ...]) -> Source:
         if not (expanded(name) / labels.INDEX).is_file():
-            return open_sentences(name, self._data.tfds_dir or None)
+            return open_sentences(name, self._tfds_dir)
         rows = labels.open_labels(name, counts)
         for field, wanted in (("vocabulary", self.vocabulary), ("length", self.length)):
             if getattr(rows, field) != wanted:
@@ -166,30 +175,13 @@ class OnlineRows:
                     "sentences of one token; give longer ones, or lower data.streams"
                 )
 
-    def _encoded(self, sentence: str) -> teaching.Text:
-        return teaching.Text(self._tokenizer.prompt(sentence))
-
     def _without_labels(self, rows: np.ndarray) -> np.ndarray:
         bare = np.zeros(len(rows), self._row_type)
         bare["tokens"], bare["segments"] = rows["tokens"], rows["segments"]
-        older = "drafted" not in (rows.dtype.names or ())
-        bare["drafted"] = rows["segments"] > 0 if older else rows["drafted"]
+        bare["drafted"] = labels.drafted_of(rows)
         return bare
 
 
 def short_name(spec: str) -> str:
     """Returns the name of a source in metrics: the last part of its path as an identifier."""
     return re.sub(r"\W+", "_", pathlib.PurePath(spec).name.partition(".")[0]).strip("_")
-
-
-def _rows_of_each(config: ml_collections.ConfigDict, sources: int) -> list[int]:
-    """Returns the number of rows of a batch from each source, by `data.shares`."""
-    shares = tuple(config.data.shares)
-    shares = shares * sources if len(shares) == 1 else shares
-    if len(shares) != sources or any(config.batch_size * share % sum(shares) for share in shares):
-        raise UserError(
-            f"data.shares={tuple(config.data.shares)}: must divide batch_size={config.batch_size} among the {sources} "
-            "sources of data.train; give one positive integer each, whose sum divides the batch "
-            "size"
-        )
-    return [config.batch_size * share // sum(shares) for share in shares]

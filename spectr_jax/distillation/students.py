@@ -11,15 +11,15 @@ from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, abstract
 from spectr_jax.models.vocabulary import Constant
 
-COUNTED_ROWS = 4_096
-"""Number of labelled rows from which the frequent tokens are found."""
+WEIGHED_ROWS = 4_096
+"""Number of rows over whose labels `tokens_by_mass` sums."""
 
 
-def frequent_tokens(rows: LabelledRows, count: int) -> np.ndarray:
+def tokens_by_mass(rows: LabelledRows, count: int) -> np.ndarray:
     """Returns the `count` tokens with the most probability in the teacher's labels, int32 in
     ascending order."""
     mass = np.zeros(rows.vocab_size)
-    spread = np.linspace(0, len(rows) - 1, min(len(rows), COUNTED_ROWS)).astype(int)
+    spread = np.linspace(0, len(rows) - 1, min(len(rows), WEIGHED_ROWS)).astype(int)
     for part in np.array_split(spread, -(-len(spread) // 256)):
         taken = rows.take(part)
         real = taken["segments"] > 0

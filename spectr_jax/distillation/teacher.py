@@ -17,6 +17,7 @@ import numpy as np
 import tqdm
 
 from spectr_jax.data.corpus import Sentences
+from spectr_jax.data.packing import PACKING_BINS
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
@@ -63,7 +64,8 @@ class Text(NamedTuple):
 
 
 Texts = Callable[[int, int], list[Text]]
-"""Returns sequences `first` to `end`, reproducibly, or fewer at the end of the corpus."""
+"""Returns sequences `first` to `end`, or fewer at the end of the corpus. Written ones are reproducible
+for the same two numbers on the same kind of device."""
 
 
 def read_texts(sentences: Sentences, tokenizer: AnyTokenizer) -> Texts:
@@ -162,12 +164,12 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
         key = jax.random.key(rng.integers(2**31))
         written: list[Text] = []
         at_once = WRITTEN if cpu.on_cpu() else SHARD
-        for first in range(0, len(prompts), at_once):
-            part = prompts[first : first + at_once]
+        for offset in range(0, len(prompts), at_once):
+            part = prompts[offset : offset + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             padding = [tokenizer.bos] * longest
             padded = np.array([[*tokens, *padding][:longest] for tokens in part], np.int32)
-            part_key = jax.random.fold_in(key, first)
+            part_key = jax.random.fold_in(key, offset)
             generation = generate(
                 part_key, method, model, None, padded, lengths, length - shortest, policy
             )
@@ -181,12 +183,12 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Returns the rows [R] of `packed`."""
-    rows = list(packed(grain.MapDataset.source(texts), row_type))
+    """Returns the rows [R] of `rows_of_texts`."""
+    rows = list(rows_of_texts(grain.MapDataset.source(texts), row_type))
     return np.stack(rows) if rows else np.zeros(0, row_type)
 
 
-def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
+def rows_of_texts(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
     """Returns rows of a `labels.row_type` with sequences (`Text`) packed first-fit and cut to its
     length. Labels are left empty, and sequences of one token are dropped."""
     length = row_type["tokens"].shape[0]
@@ -206,14 +208,14 @@ def packed(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
     return grain.experimental.FirstFitPackIterDataset(
         cut_texts.filter(lambda text: len(text["tokens"]) > 1),
         length_struct={"tokens": length, "drafted": length},
-        num_packing_bins=64,
+        num_packing_bins=PACKING_BINS,
         shuffle_bins=False,
     ).map(row_of)
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
-    """Returns a function that fills the labels, and any features, of packed rows in place. It
-    compiles once."""
+    """Returns a function that fills the labels, and any features, of at most `ROWS` packed rows in
+    place. It compiles once."""
     model = freeze(teacher)
 
     # Not `jax.jit(with_labels)`, whose programs all labellers would share, whatever `labels.TOP` is.
@@ -222,26 +224,24 @@ def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:
         return with_labels(model, batch, layers)
 
     def fill(rows: np.ndarray) -> None:
-        for first in range(0, len(rows), ROWS):
-            part = rows[first : first + ROWS]
-            padded = np.zeros(ROWS, rows.dtype)
-            padded[: len(part)] = part
-            batch = labels.batch_of(padded)
-            call = {name: batch[name] for name in ("inputs", "segments", "positions")}
-            labelled = label(model, call, () if "features" in batch else None)
-            if "features" in batch:
-                part["features"] = np.asarray(labelled["features"])[: len(part)]
-            # A toy vocabulary has fewer tokens; the remaining labels have probability 0.
-            count = labelled["top"].shape[-1]
-            part["log_probabilities"] = -np.inf
-            for name in ("top", "log_probabilities"):
-                part[name][..., :count] = np.asarray(labelled[name])[: len(part)]
+        padded = np.zeros(ROWS, rows.dtype)
+        padded[: len(rows)] = rows
+        batch = labels.batch_of(padded)
+        call = {name: batch[name] for name in ("inputs", "segments", "positions")}
+        labelled = label(model, call, () if "features" in batch else None)
+        if "features" in batch:
+            rows["features"] = np.asarray(labelled["features"])[: len(rows)]
+        # A toy vocabulary has fewer tokens; the remaining labels have probability 0.
+        count = labelled["top"].shape[-1]
+        rows["log_probabilities"] = -np.inf
+        for name in ("top", "log_probabilities"):
+            rows[name][..., :count] = np.asarray(labelled[name])[: len(rows)]
 
     return fill
 
 
 def with_labels(
-    model: Frozen,
+    teacher: Frozen,
     batch: dict[str, jax.Array],
     layers: tuple[int, ...] | None,
     tokens: jax.Array | None = None,
@@ -249,20 +249,20 @@ def with_labels(
     """Returns `batch` with a teacher's labels in float32.
 
     Args:
-      model: the teacher.
+      teacher: its model.
       batch: `inputs`, `segments` and `positions`, [B, N].
       layers: static. None adds no `features`. Otherwise they are the last hidden states and the
         outputs of these layers, [B, N, F].
       tokens: the tokens to label, int32 [W]; `log_probabilities` is then [B, N, W]. None labels
         the `TOP` likeliest tokens of each place, and adds `top` (see `labels.batch_of`).
     """
-    merged, call = model.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
+    merged, call = teacher.merge(), (batch["inputs"], batch["positions"], causal(batch["segments"]))
     label = functools.partial(_labels_of, tokens=tokens)
-    if not model.features_shown:
+    if not teacher.features_shown:
         return {**batch, **label(merged.extend(*call)[0])}
     hidden, _ = merged.hidden(*call, **({"also": layers} if layers else {}))
     # Row by row: a CPU takes longer to allocate the logits of a whole batch than to compute them.
-    last = hidden[..., : model.features_shown]
+    last = hidden[..., : teacher.features_shown]
     labelled = {**batch, **jax.lax.map(lambda row: label(merged.logits_of(row)), last)}
     return labelled if layers is None else {**labelled, "features": hidden}
 

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -14,16 +13,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax.data import batches
 from spectr_jax.distillation import losses
 from spectr_jax.distillation.config import distil_config
-from spectr_jax.distillation.labels import LabelledRows, batch_of, check_teacher, open_labels
+from spectr_jax.distillation.labels import LabelledRows, batch_of, check_features, open_labels
 from spectr_jax.distillation.online import OnlineRows
 from spectr_jax.distillation.programs import make_programs
-from spectr_jax.distillation.students import build, frequent_tokens, set_head, start_from_embedding
-from spectr_jax.loading.by_name import check_dtype, load, weights_path
+from spectr_jax.distillation.students import build, set_head, start_from_embedding, tokens_by_mass
+from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.formats import runs
+from spectr_jax.models.formats.published import weights_path
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
@@ -34,6 +33,9 @@ from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import digest
+
+Source = LabelledRows | OnlineRows
+"""What a student learns from."""
 
 
 def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainState:
@@ -48,46 +50,36 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
       Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     check_distil_config(config)
-    preparation.claim_workdir(config, workdir, distil_config())
+    preparation.check_workdir(config, workdir, distil_config())
     mesh = sharding.make_mesh(config.mesh.fsdp)
-    streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
-    rows = _rows(config, workdir)
-    heldout = _heldout(config, rows)
-    if isinstance(rows, OnlineRows):
-        streams = rows.streams(streams)
-    elif len(rows) < streams:
+    source = _source(config, workdir)
+    streams = preparation.count_streams(
+        config, jax.device_count(), jax.process_count(), source.sources(config)
+    )
+    heldout = source.heldout(config)
+    if len(heldout) < len(config.data.heldout):
         raise UserError(
-            f"data.train={config.data.train!r}: has {len(rows)} labelled rows, too few for "
-            f"{streams} streams; label more, or lower data.streams"
+            f"data.heldout={tuple(config.data.heldout)}: has two folders of one name; rename one"
         )
-    learnt = rows.digests() if isinstance(rows, OnlineRows) else {"data.train": rows.digest()}
-    scored = [digest(labelled.tobytes())[:16] for labelled in heldout.values()]
+    digests = {"data.heldout": [digest(rows.tobytes())[:16] for rows in heldout.values()]}
     with explained(workdir), preparation.locked(workdir):
-        preparation.check_inputs(config, workdir, {**learnt, "data.heldout": scored})
-        student = _student(config, workdir, rows)
-        shape, tokens = student.shape, student.head_tokens
-        teacher = rows.model if isinstance(rows, OnlineRows) else None
-        programs = make_programs(config, mesh, shape, tokens, rows.length, teacher)
+        preparation.check_workdir(config, workdir, distil_config())  # Another run may have begun.
+        preparation.check_inputs(config, workdir, source.digests() | digests)
+        student = _student(config, workdir, source, streams)
+        programs = make_programs(
+            config, mesh, student.shape, student.head_tokens, source.length, source.frozen
+        )
         return run(
             config,
             workdir,
             mesh,
             programs,
-            iter(_batches(config, rows, streams)),
-            initial=functools.partial(_initial_params, config, shape, tokens, rows),
+            iter(source.batches(config, streams, hosts.own_share(streams))),
+            initial=functools.partial(_initial_params, config, student, source),
             score=lambda params: _scores(config, mesh, heldout, programs.evaluate, params),
             metric=runs.REJECTION,
             curves=Curves("alpha_1", f"eval_alpha_1_{next(iter(heldout))}", "alpha_1"),
         )
-
-
-def _batches(
-    config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows, streams: int
-) -> grain.IterDataset:
-    place = jax.process_index(), jax.process_count()
-    if isinstance(rows, OnlineRows):
-        return rows.batches(config.seed, streams, *place)
-    return batches.row_batches(rows, batch_of, config.batch_size, config.seed, streams, *place)
 
 
 def check_distil_config(config: ml_collections.ConfigDict) -> None:
@@ -124,25 +116,25 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
 
 
 def _student(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, rows: LabelledRows | OnlineRows
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, source: Source, streams: int
 ) -> runs.Student:
     """Returns the run's student. It is chosen before the first step and stored in the workdir."""
     # A start that stopped before the run wrote its config may choose another student.
     if hosts.is_first() and not (workdir / runs.CONFIG).exists():
-        shape = student_config(config.model, rows.vocab_size, rows.context)
-        count = shape.head_tokens or rows.vocab_size
+        shape = student_config(config.model, source.vocab_size, source.context)
+        count = shape.head_tokens or source.vocab_size
         if config.init and shape.head_tokens:
             # A given head keeps its tokens, whatever tokens these labels prefer.
-            tokens = np.asarray(_initial_student(config, shape, rows).head.tokens[...])
-        elif isinstance(rows, OnlineRows):
-            tokens = rows.frequent_tokens(count, config.seed)
+            tokens = np.asarray(_initial_student(config, shape, source).head.tokens[...])
+        elif isinstance(source, OnlineRows):
+            tokens = source.tokens_by_count(count, config, streams)
         else:
-            tokens = frequent_tokens(rows, count)
-        student = runs.Student(shape, tokens, rows.vocabulary, rows.counts)
-        runs.write_student(workdir, student, _teacher(config, rows))
+            tokens = tokens_by_mass(source, count)
+        student = runs.Student(shape, tokens, source.vocabulary, source.counts)
+        runs.write_student(workdir, student, _teacher_name(config, source))
     hosts.wait_for_all("the student's shape is there")
     student = runs.read_student(workdir)
-    if student.vocabulary != rows.vocabulary:
+    if student.vocabulary != source.vocabulary:
         raise UserError(
             f"--workdir={workdir}: has the student of another teacher than that of the labels; "
             "choose a new one"
@@ -150,57 +142,30 @@ def _student(
     return student
 
 
-def _rows(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> LabelledRows | OnlineRows:
+def _source(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Source:
     """Returns the labels of the run, or the text that its teacher labels, with the counts at the
     start of the run, so that later additions do not change it."""
-    counts = runs.read_student(workdir).rows if (workdir / runs.CONFIG).exists() else ()
+    resumes = (workdir / runs.CONFIG).exists()
+    counts = runs.read_student(workdir).counts if resumes else ()
+    if resumes and not counts and hosts.is_first():
+        print(
+            f"{workdir / runs.STUDENT} is older, and does not say how many rows the run began with: "
+            "it continues on all that are there now"
+        )
+    source: Source
     if not config.online:
-        rows = open_labels(config.data.train, counts)
-        if not rows.labelled:
+        source = open_labels(config.data.train, counts)
+        if not source.labelled:
             raise UserError(
                 f"data.train={config.data.train!r}: must have labels, which `label --labels=false` "
                 "leaves out; label again, or set online=True"
             )
-        return rows
-    if not config.teacher:
+    elif not config.teacher:
         raise UserError("teacher='': must name the model that labels text; give --config.teacher")
-    return OnlineRows(config, load(config.teacher, config.teacher_dtype), counts)
-
-
-def _heldout(
-    config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows
-) -> dict[str, np.ndarray]:
-    """Returns the first `data.heldout_rows` rows of each held-out set, by the last part of its path,
-    after checking that they suit `rows` and the student."""
-    opened: dict[str, LabelledRows] = {}
-    if isinstance(rows, OnlineRows):
-        heldout = rows.heldout()
     else:
-        opened = {name: open_labels(name) for name in config.data.heldout}
-        heldout = {
-            pathlib.Path(name).name: labelled.first(config.data.heldout_rows)
-            for name, labelled in opened.items()
-        }
-    if len(heldout) < len(config.data.heldout):
-        raise UserError(
-            f"data.heldout={tuple(config.data.heldout)}: has two folders of one name; rename one"
-        )
-    for name, others in opened.items():
-        if (others.vocabulary, others.vocab_size) != (rows.vocabulary, rows.vocab_size):
-            raise UserError(
-                f"data.heldout={name!r}: has labels of another teacher than {config.data.train!r}; "
-                "label them again"
-            )
-        check_teacher(name, others.teacher, config.data.train, rows.teacher)
-    every: dict[str, LabelledRows | OnlineRows] = {config.data.train: rows, **opened}
-    for name, source in every.items():
-        if config.model.features not in (0, source.features):
-            fix = "set it, and model.width, to that" if source.features else "label with --features"
-            raise UserError(
-                f"model.features={config.model.features}: {name!r} has {source.features} features "
-                f"per token; {fix}"
-            )
-    return heldout
+        source = OnlineRows(config, load(config.teacher, config.teacher_dtype), counts)
+    check_features(config, config.data.train, source.features)
+    return source
 
 
 def _scores(
@@ -235,39 +200,37 @@ def _scores(
 
 
 def _initial_params(
-    config: ml_collections.ConfigDict,
-    shape: LlamaConfig,
-    tokens: np.ndarray,
-    rows: LabelledRows | OnlineRows,
+    config: ml_collections.ConfigDict, student: runs.Student, source: Source
 ) -> nnx.State:
     """Returns the initial parameters: those of `config.init`, or random ones with the teacher's
     embedding and, if the student sees features, its head."""
+    shape = student.shape
     if config.init:
-        return nnx.state(_initial_student(config, shape, rows), nnx.Param)
-    name = _teacher(config, rows)
+        return nnx.state(_initial_student(config, shape, source), nnx.Param)
+    name = _teacher_name(config, source)
     teacher = load(name, "float32")
     fits = shape.features in (0, features_shown(teacher.model))
-    if teacher.tokenizer.vocabulary != rows.vocabulary or not fits:
+    if teacher.tokenizer.vocabulary != source.vocabulary or not fits:
         raise UserError(
             f"teacher={name!r}: is not the one that made the labels in {config.data.train!r}, "
-            f"{rows.teacher.name or 'an older one'!r}; give that, or leave it out"
+            f"{source.teacher_name or 'an older one'!r}; give that, or leave it out"
         )
-    student = build(shape, tokens, nnx.Rngs(config.seed))
+    model = build(shape, student.head_tokens, nnx.Rngs(config.seed))
     embed, head = (getattr(teacher.model, part, None) for part in ("embed", "head"))
     if isinstance(embed, nnx.Embed):
         table = jnp.asarray(embed.embedding[...], jnp.float32)
-        start_from_embedding(student, table)
+        start_from_embedding(model, table)
         if shape.features:
             untied = head.kernel[...].T if isinstance(head, nnx.Linear) else table
-            set_head(student, jnp.asarray(untied, jnp.float32))
+            set_head(model, jnp.asarray(untied, jnp.float32))
     elif hosts.is_first():
         print(f"{teacher.name!r} has no embedding to start from: the student's is random")
-    return nnx.state(student, nnx.Param)
+    return nnx.state(model, nnx.Param)
 
 
-def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows) -> str:
+def _teacher_name(config: ml_collections.ConfigDict, source: Source) -> str:
     """Returns the teacher's name from the config, or else from the labels."""
-    name = config.teacher or rows.teacher.name
+    name = config.teacher or source.teacher_name
     if not name:
         raise UserError(
             f"teacher='': the labels in {config.data.train!r} do not name theirs; give "
@@ -277,12 +240,12 @@ def _teacher(config: ml_collections.ConfigDict, rows: LabelledRows | OnlineRows)
 
 
 def _initial_student(
-    config: ml_collections.ConfigDict, shape: LlamaConfig, rows: LabelledRows | OnlineRows
+    config: ml_collections.ConfigDict, shape: LlamaConfig, source: Source
 ) -> Llama:
     """Returns the student that `config.init` names. If it sees only the last hidden state, it is
     extended to `feature_layers`, with the same outputs: the new projection is zero."""
     model, vocabulary = load_weights(weights_path(config.init))
-    if vocabulary != rows.vocabulary or not isinstance(model, Llama):
+    if vocabulary != source.vocabulary or not isinstance(model, Llama):
         raise UserError(
             f"init={config.init!r}: is not an exported student of this vocabulary; give one that is"
         )

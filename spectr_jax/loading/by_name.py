@@ -20,6 +20,7 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.formats.published import EMBEDDED, PUBLISHED
 from spectr_jax.models.formats.runs import TOKENIZER, open_run
 from spectr_jax.models.frozen import Trained
 from spectr_jax.models.layers import cpu
@@ -30,17 +31,7 @@ from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError, check_device, unknown
 from spectr_jax.utils.files import digest, expanded, expanded_with_name, read_json
 
-EMBEDDED = pathlib.Path(__file__).parents[1] / "embedded"
 DTYPES = ("float32", "bfloat16", "int8")
-PUBLISHED = {
-    "2m": EMBEDDED / "draft_2m",
-    "6m": EMBEDDED / "draft_6m",
-    "20m": EMBEDDED / "draft_20m",
-    "97m": EMBEDDED / "target_97m",
-    "smollm2-draft": EMBEDDED / "smollm2_eagle",
-    "smollm2-6m": EMBEDDED / "smollm2_6m",
-}
-"""Path of each trained model by name. A clone has all of them; a wheel has all but `97m`."""
 CLONE = (
     "git clone --depth 1 https://github.com/spectr-jax/spectr_jax && pip install -e ./spectr_jax"
 )
@@ -176,11 +167,6 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
     for name, leaf in named_leaves(params).items():
         check_finite(str(workdir), name.removesuffix("/value"), leaf)
     return params
-
-
-def weights_path(spec: str) -> pathlib.Path:
-    """Returns the path of a published model's weights, or `spec` itself as a path."""
-    return PUBLISHED.get(spec) or expanded(spec)
 
 
 @_quantizing

@@ -1,9 +1,10 @@
-"""Fields of training configs, and the value of each in an older run that lacks it."""
+"""Fields of training configs. Their values here are frozen: older runs that lack one rely on it."""
 
 import dataclasses
 
 import ml_collections
 
+from spectr_jax.models.formats.runs import LANGUAGE_MODEL
 from spectr_jax.models.transformer import LADDER
 from spectr_jax.utils.errors import unknown
 
@@ -15,9 +16,10 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
         raise unknown("model", model, LADDER)
     return ml_collections.ConfigDict(
         {
-            "kind": "language_model",
+            "kind": LANGUAGE_MODEL,
             "seed": 0,
-            # A file (or FOLDER/NAME) of weights written by spectr_jax.export; "" for random ones.
+            # A published model such as "6m", or a file (or FOLDER/NAME) of weights written by
+            # spectr_jax.export; "" for random ones.
             "init": "",
             "model": {**dataclasses.asdict(LADDER[model]), "dropout": 0.1},
             "data": {

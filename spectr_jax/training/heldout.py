@@ -36,7 +36,7 @@ def pack_heldout(
             f"data.heldout={name!r}: no sentence fits {length} tokens; raise model.context"
         )
     mine, packed = hosts.own_share(rows), []
-    for batch in batches.evaluation_batches(kept, tokenizer, batch=rows, length=length):
+    for batch in batches.evaluation_batches(kept, tokenizer, batch_size=rows, length=length):
         missing = rows - len(batch["inputs"])
         packed.append(
             {name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()}

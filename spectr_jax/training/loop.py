@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from spectr_jax.data import batches
 from spectr_jax.data.corpus import content_digest, open_sentences
-from spectr_jax.data.packed import digest_of, open_corpus
+from spectr_jax.data.packed import open_corpus
 from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.training import preparation, throughput
@@ -53,20 +53,22 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
       Interrupted: after Ctrl-C or SIGTERM, once the run is saved.
     """
     preparation.check_train_config(config)
-    preparation.claim_workdir(config, workdir, train_config())
+    preparation.check_workdir(config, workdir, train_config())
     mesh = sharding.make_mesh(config.mesh.fsdp)
-    streams = preparation.count_streams(config, jax.device_count(), jax.process_count())
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
+    shares = [(len(corpus), config.batch_size)]
+    streams = preparation.count_streams(config, jax.device_count(), jax.process_count(), shares)
     sentences = open_sentences(config.data.heldout, tfds_dir)
     count = min(config.data.heldout_sentences, len(sentences))
-    scored = [sentences[index] for index in range(count)]
-    digests = {"data.train": digest_of(corpus), "data.heldout": content_digest(scored)}
+    kept = [sentences[index] for index in range(count)]
+    digests = {"data.train": content_digest(corpus), "data.heldout": content_digest(kept)}
     with explained(workdir), preparation.locked(workdir):
+        preparation.check_workdir(config, workdir, train_config())  # Another run may have begun.
         preparation.check_inputs(config, workdir, digests)
         tokenizer = preparation.open_tokenizer(config, workdir, corpus)
         heldout = pack_heldout(
-            scored,
+            kept,
             tokenizer,
             rows=config.batch_size // config.accumulate,  # Rows that go through the model at once.
             length=config.model.context,
@@ -75,12 +77,11 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
         data = batches.training_batches(
             corpus,
             tokenizer,
-            batch=config.batch_size,
+            batch_size=config.batch_size,
             length=config.model.context,
             seed=config.seed,
             streams=streams,
-            process=jax.process_index(),
-            processes=jax.process_count(),
+            mine=hosts.own_share(streams),
         )
         programs = make_programs(config, mesh)
         return run(
@@ -134,8 +135,10 @@ def run(
     metric: str,
     curves: Curves,
 ) -> TrainState:
-    """Takes the remaining steps in a claimed and locked workdir, and returns the last state; see
-    `train`.
+    """Takes the remaining steps in a workdir, and returns the last state; see `train`.
+
+    The caller has compared its config (`check_workdir`), holds it (`locked`), and has compared the
+    data (`check_inputs`).
 
     `data` has this process's rows of each batch, positioned for a new run, and is closed at the
     end. `initial` returns the parameters of a new run, or None for those of `programs.init`.
@@ -159,7 +162,8 @@ def run(
                 state, metrics = programs.step(state, batch)
                 window.add(metrics)
                 bar.update()
-                stopping, done = interruption.requested(step), step == config.steps
+                done = step == config.steps
+                stopping = interruption.requested(step) and not done
                 if stopping or done or step % config.log_every == 0:
                     _check_finite(config, checkpoints, step, window)
                     record = {"step": step, **_record(programs, step, window)}
@@ -235,13 +239,14 @@ def _summary(record: dict[str, Any]) -> str:
 def _check_finite(
     config: ml_collections.ConfigDict, checkpoints: Checkpoints, step: int, window: Window
 ) -> None:
-    """Raises `UserError` if a loss or a gradient of a window that ends at `step` is not finite."""
-    for back, metrics in enumerate(reversed(window.metrics)):
+    """Raises `UserError` for the first loss or gradient of a window that is not finite. The window
+    ends at `step`."""
+    for at, metrics in enumerate(window.metrics, step + 1 - len(window.metrics)):
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             checkpoints.wait()
             raise UserError(
-                f"the loss is {loss} and the gradient norm {norm} at step {step - back}; lower "
+                f"the loss is {loss} and the gradient norm {norm} at step {at}; lower "
                 f"optimizer.learning_rate={config.optimizer.learning_rate} or raise "
                 "optimizer.warmup_steps, and start in a new workdir (last good checkpoint: "
                 f"{checkpoints.latest_step()})"

@@ -20,7 +20,8 @@ SECONDS_BETWEEN_PLOTS = 10
 
 
 class Curves(NamedTuple):
-    """Two metrics to plot and their label."""
+    """Two metrics to plot and their label. Of students, the training alpha_1 is over all tokens, the
+    held-out one over those after which a draft is requested."""
 
     training: str
     heldout: str

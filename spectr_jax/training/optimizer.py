@@ -14,7 +14,7 @@ DECAY = 0.2
 """Fraction of a run over which the `constant` schedule decays to zero."""
 
 
-def learning_rate(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
+def make_schedule(config: ml_collections.ConfigDict, steps: int) -> optax.Schedule:
     """Returns the schedule of the `optimizer` part of a training config: a linear warm-up to
     `config.learning_rate`, followed by `SCHEDULES[config.schedule]`."""
     peak, warmup = config.learning_rate, max(config.warmup_steps, 1)
@@ -48,12 +48,13 @@ SCHEDULES: dict[str, Callable[[float, int, int], optax.Schedule]] = {
 
 
 def make_optimizer(
-    config: ml_collections.ConfigDict, rate: optax.Schedule
-) -> optax.GradientTransformation:
+    config: ml_collections.ConfigDict, steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Returns the optimizer `OPTIMIZERS[config.name]` of the `optimizer` part of a training config,
-    with the learning rate `rate`, after clipping by global norm (0 for none)."""
+    after clipping by global norm (0 for none), and its schedule (`make_schedule`)."""
+    schedule = make_schedule(config, steps)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, OPTIMIZERS[config.name](config, rate))
+    return optax.chain(clip, OPTIMIZERS[config.name](config, schedule)), schedule
 
 
 def _adamw(config: ml_collections.ConfigDict, rate: optax.Schedule) -> optax.GradientTransformation:

@@ -15,10 +15,11 @@ from flax.traverse_util import flatten_dict
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
 from spectr_jax.data.packed import PackedRows
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
-from spectr_jax.models.formats.runs import CONFIG, TOKENIZER
+from spectr_jax.models.formats.published import weights_path
+from spectr_jax.models.formats.runs import CONFIG, TOKENIZER, kind_of
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
-from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, learning_rate
+from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, make_schedule
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import check_fields, check_positive, to_json
 from spectr_jax.utils.errors import UserError, unknown
@@ -53,11 +54,6 @@ def check_train_config(config: ml_collections.ConfigDict) -> None:
         )
     if not exits.weight >= 0:
         raise UserError(f"early_exit.weight={exits.weight}: must not be negative; 0.5 is common")
-    if config.init and not weight_files(expanded(config.init)):
-        raise UserError(
-            f"init={config.init!r}: is not a model; give a file, or FOLDER/NAME, that "
-            "spectr_jax.export wrote, such as spectr_jax/embedded/draft_6m"
-        )
 
 
 def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict) -> None:
@@ -86,11 +82,16 @@ def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.Con
             raise UserError(f"optimizer.{name}={optimizer[name]}: must be in [0, 1)")
 
 
-def count_streams(config: ml_collections.ConfigDict, devices: int, processes: int) -> int:
-    """Returns the number of streams into which the corpus is divided, for any number of processes.
+def count_streams(
+    config: ml_collections.ConfigDict, devices: int, processes: int, sources: list[tuple[int, int]]
+) -> int:
+    """Returns the number of streams into which each source is divided, for any number of processes.
+
+    `sources` has for each source its number of sentences or rows, and its rows in a batch.
 
     Raises:
-      UserError: the rows of a batch or the streams cannot be split evenly.
+      UserError: the rows of a batch or the streams cannot be split evenly, or there are more
+        streams than sentences or rows in a source.
     """
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
@@ -98,11 +99,19 @@ def count_streams(config: ml_collections.ConfigDict, devices: int, processes: in
             f"accumulate={config.accumulate} parts; give a multiple of "
             f"{devices * config.accumulate}"
         )
-    streams = math.gcd(config.batch_size, config.data.streams)
+    sizes, rows = zip(*sources, strict=True)
+    streams = math.gcd(config.data.streams, *rows)
     if streams % processes:
         raise UserError(
             f"data.streams={config.data.streams}, batch_size={config.batch_size}: their {streams} "
             f"streams do not divide over {processes} processes; make both multiples of {processes}"
+            f"{', and the rows of each source too' if len(rows) > 1 else ''}"
+        )
+    if min(sizes) < streams:
+        raise UserError(
+            f"data.train={config.data.train!r}: has {min(sizes)} sentences or rows (in its smallest "
+            f"source), too few for {streams} streams; give more text, or lower data.streams to "
+            f"{min(sizes)}"
         )
     return streams
 
@@ -115,7 +124,7 @@ def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> n
     """
     if not config.init:
         return None
-    model, tokenizer_digest = load_weights(expanded(config.init))
+    model, tokenizer_digest = load_weights(weights_path(config.init))
     stored = dataclasses.asdict(model.config)
     for name, wanted in sorted(config.model.items()):
         if name not in ("dtype", "dropout") and wanted != stored[name]:
@@ -130,17 +139,21 @@ def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> n
     return nnx.state(model)
 
 
-def claim_workdir(
+def check_workdir(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, defaults: ml_collections.ConfigDict
 ) -> None:
-    """Creates `workdir`. A field that the run in it lacks is newer, and had its value in `defaults`.
+    """Checks that a run in `workdir` has this config, and creates the folder if there is none.
+
+    A field that the run lacks is newer, and had its value in `defaults`.
 
     Raises:
-      UserError: it holds a run of another config, or cannot be created.
+      UserError: it holds a run of another config, or cannot be created, or the initial weights of
+        a new run are missing.
     """
     path = workdir / CONFIG
     if path.exists():
         stored = read_json(path)
+        stored["kind"] = kind_of(stored)
         _check_steps(config, workdir, stored)
         free = [*FREE_FIELDS, *_inputs(workdir)]
         if "data.train" in free:
@@ -149,12 +162,17 @@ def claim_workdir(
             free.append("data.tokenizer")
         theirs = flatten_dict(to_json(defaults), sep=".") | flatten_dict(stored, sep=".")
         ours = flatten_dict(to_json(config), sep=".")
-        for name in sorted(ours.keys() | theirs.keys()):
+        for name in ["kind", *sorted(ours.keys() | theirs.keys())]:
             if name not in free and ours.get(name) != theirs.get(name):
                 raise UserError(
                     f"{name}={ours.get(name)!r}: the run in {str(workdir)!r} has "
                     f"{theirs.get(name)!r}; choose a new --workdir, or restore the field"
                 )
+    elif config.init and not weight_files(weights_path(config.init)):
+        raise UserError(
+            f"init={config.init!r}: is not a model; give a file, or FOLDER/NAME, that "
+            "spectr_jax.export wrote, or a published one such as 6m"
+        )
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -174,7 +192,7 @@ def _check_steps(
     if before == config.steps or not 0 < taken < config.steps:
         return
     old, new = (
-        float(learning_rate(config.optimizer, steps)(taken)) for steps in (before, config.steps)
+        float(make_schedule(config.optimizer, steps)(taken)) for steps in (before, config.steps)
     )
     if not math.isclose(old, new, rel_tol=1e-6):
         raise UserError(
@@ -193,7 +211,7 @@ def _inputs(workdir: pathlib.Path) -> dict[str, Any]:
 def check_inputs(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, digests: dict[str, Any]
 ) -> None:
-    """Stores in a claimed workdir the `digests` of what a run reads, by the fields that name it.
+    """Stores in a checked workdir the `digests` of what a run reads, by the fields that name it.
 
     Those of an earlier start must be equal. A run of an older version has none and gets them.
 
@@ -251,14 +269,14 @@ def open_tokenizer(
     if config.data.tokenizer:
         shared = expanded(config.data.tokenizer)
     elif config.init:
-        shared = expanded(config.init).parent / TOKENIZER
+        shared = weights_path(config.init).parent / TOKENIZER
+    if copy.exists() and not shared.exists():  # Its folder has moved since the run began.
+        shared = copy
     if config.init and not shared.exists():
         raise UserError(
             f"init={config.init!r}: there is no tokenizer at {str(shared)!r}; copy that of the "
             "weights there"
         )
-    if copy.exists() and not shared.exists():  # Its folder has moved since the run began.
-        shared = copy
     if isinstance(corpus, PackedRows):
         _check_packed(config, corpus, shared)
     elif hosts.is_first():

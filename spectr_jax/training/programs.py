@@ -10,9 +10,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
-from spectr_jax.training.optimizer import learning_rate, make_optimizer
-from spectr_jax.training.step import StepOptions, TrainState, eval_step, init_state, train_step
+from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract, parameter_count
+from spectr_jax.training.optimizer import make_optimizer
+from spectr_jax.training.step import TrainState, eval_step, init_state, train_step
 from spectr_jax.training.throughput import flops_per_token
 from spectr_jax.utils import sharding
 
@@ -20,9 +20,11 @@ from spectr_jax.utils import sharding
 class Programs(NamedTuple):
     """The programs of a run, each of which compiles on its first call, and what they cost."""
 
-    init: Callable  # (key) -> state; the key is consumed.
+    init: Callable  # (key) -> state; consumes the key. `run` replaces a student's parameters.
     step: Callable  # (state, batch) -> state, metrics; the state is donated.
-    evaluate: Callable  # (params, batch) -> sums over its tokens, as of `eval_step`.
+    evaluate: (
+        Callable  # (params, batch) -> sums over its tokens, as `eval_step` or `summed_scores`.
+    )
     like: TrainState  # Abstract arrays with shardings.
     schedule: optax.Schedule  # Maps the number of steps taken to the next step's learning rate.
     flops_per_token: int  # Of `step`.
@@ -30,19 +32,18 @@ class Programs(NamedTuple):
 
 def make_programs(config: ml_collections.ConfigDict, mesh: Mesh) -> Programs:
     """Returns the programs of a language model's training config; see `compiled`."""
-    shape, exits = TransformerConfig(**config.model), config.early_exit
-    options = StepOptions(exits.layer, exits.weight, config.accumulate, config.remat)
-    schedule = learning_rate(config.optimizer, config.steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
+    shape = TransformerConfig(**config.model)
+    optimizer, schedule = make_optimizer(config.optimizer, config.steps)
     graphdef, _ = abstract(shape)
+    parameters = parameter_count(shape) - shape.vocab_size * shape.width
     return compiled(
         mesh,
         build=lambda rngs: Transformer(shape, rngs=rngs),
         optimizer=optimizer,
-        step=functools.partial(train_step, graphdef, optimizer, options),
-        evaluate=functools.partial(eval_step, graphdef, exit_layer=options.exit_layer),
+        step=functools.partial(train_step, graphdef, optimizer, config),
+        evaluate=functools.partial(eval_step, graphdef, exit_layer=config.early_exit.layer),
         schedule=schedule,
-        flops_per_token=flops_per_token(shape),
+        flops_per_token=flops_per_token(shape, parameters, shape.context),
     )
 
 
@@ -61,7 +62,7 @@ def compiled(
     `sharding.state_sharding`.
 
     `build` makes a model with random weights. The other arguments are as in `Programs`, except that
-    `step` and `evaluate` take a `teacher` as a third argument if there is one. It is a pytree of
+    `step` and `evaluate` take a keyword argument `teacher` if there is one. It is a pytree of
     arrays, which are replicated.
     """
 
@@ -76,20 +77,12 @@ def compiled(
     evaluate = jax.jit(evaluate)
     if teacher is not None:
         teacher = sharding.replicate(mesh, teacher)
-        step, evaluate = _with(step, teacher), _with(evaluate, teacher)
+        step, evaluate = (functools.partial(run, teacher=teacher) for run in (step, evaluate))
     return Programs(
         init=jax.jit(init, out_shardings=shardings),
         step=step,
         evaluate=evaluate,
-        like=jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            shapes,
-            shardings,
-        ),
+        like=jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, shardings),
         schedule=schedule,
         flops_per_token=flops_per_token,
     )
-
-
-def _with(program: Callable, teacher: Any) -> Callable:
-    return lambda state, batch: program(state, batch, teacher)

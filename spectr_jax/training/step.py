@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import optax
 from flax import nnx
 
@@ -20,12 +21,12 @@ class TrainState:
     step: jax.Array  # int32 [], number of steps taken.
     params: Any  # Parameters, as `nnx.split` returns them.
     opt_state: Any
-    key: jax.Array  # [] typed key; step `i` draws its dropout from `fold_in(key, i)`.
+    key: jax.Array  # Typed key []; part j of update n drops out by `fold_in(fold_in(key, n), j)`.
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""Loss function: (params, batch, key) -> (loss, metrics), which are sums over tokens. It consumes
-the key."""
+"""(params, batch, key) -> (what is minimised, metrics), as sums over tokens; a metric `loss` is what is
+logged and may lack terms of the first. It consumes the key."""
 
 
 def init_state(
@@ -34,15 +35,6 @@ def init_state(
     """Returns the state before the first step. `key` becomes part of it."""
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key)
-
-
-class StepOptions(NamedTuple):
-    """Static options of a step."""
-
-    exit_layer: int = 0  # Layers after which a second loss is taken, for self-speculation, or 0.
-    exit_weight: float = 0.0  # Weight of that loss.
-    accumulate: int = 1  # Parts in which a batch is processed; their gradients are summed.
-    remat: bool = False  # Recompute activations of blocks in the backward pass to save memory.
 
 
 def summed_loss(
@@ -74,7 +66,7 @@ def summed_loss(
 def train_step(
     graphdef,
     optimizer: optax.GradientTransformation,
-    options: StepOptions,
+    config: ml_collections.ConfigDict,
     state: TrainState,
     batch: dict[str, jax.Array],
 ):
@@ -84,19 +76,20 @@ def train_step(
     The caller donates `state`. `batch` has `inputs`, `targets`, `segments`, `positions`, int32
     [B, N].
     """
+    exits = config.early_exit
 
     def objective(params, part, key):
         nats, exit_nats, _ = summed_loss(
             nnx.merge(graphdef, params),
             part,
             dropout_key=key,
-            exit_layer=options.exit_layer,
-            remat=options.remat,
+            exit_layer=exits.layer,
+            remat=config.remat,
         )
-        exits = {"exit_loss": exit_nats} if options.exit_layer else {}
-        return nats + options.exit_weight * exit_nats, {"loss": nats, **exits}
+        logged = {"loss": nats, **({"exit_loss": exit_nats} if exits.layer else {})}
+        return nats + exits.weight * exit_nats, logged
 
-    return update(objective, optimizer, options.accumulate, state, batch)
+    return update(objective, optimizer, config.accumulate, state, batch)
 
 
 def update(
@@ -116,9 +109,9 @@ def update(
     step_key = jax.random.fold_in(state.key, state.step)
 
     def per_token(params, part, key):
-        loss, logged = objective(params, part, key)
+        minimised, logged = objective(params, part, key)
         count = jnp.maximum(tokens, 1)
-        return loss / count, {name: value / count for name, value in logged.items()}
+        return minimised / count, {name: value / count for name, value in logged.items()}
 
     def add_part(sums, numbered):
         index, part = numbered

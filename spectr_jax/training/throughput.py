@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.models.layers import cpu
-from spectr_jax.models.transformer import TransformerConfig, parameter_count
+from spectr_jax.models.llama import LlamaConfig
+from spectr_jax.models.transformer import TransformerConfig
 
 # Published dense bfloat16 FLOP/s of one device, by the first words of its `device_kind`.
 PEAK_FLOPS = {
@@ -31,11 +32,10 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(config: TransformerConfig) -> int:
-    """Returns the FLOPs of a training step per token, forward and backward: 6 per parameter outside
-    the embedding, and 12 * layers * width * context for attention."""
-    parameters = parameter_count(config) - config.vocab_size * config.width
-    return 6 * parameters + 12 * config.layers * config.width * config.context
+def flops_per_token(shape: TransformerConfig | LlamaConfig, parameters: int, length: int) -> int:
+    """Returns the FLOPs of a training step per token, forward and backward: 6 for each of the
+    `parameters` outside the embedding, and 12 * layers * width * length for attention."""
+    return 6 * parameters + 12 * shape.layers * shape.width * length
 
 
 @functools.cache

@@ -7,15 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from spectr_jax.data.batches import (
-    encode,
-    evaluation_batches,
-    go_to,
-    positions_of,
-    training_batches,
-)
-from spectr_jax.data.packed import open_corpus
-from spectr_jax.data.packing import pack
+from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
+from spectr_jax.data.packing import encode
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from spectr_jax.utils.errors import UserError
 
@@ -51,7 +44,7 @@ def test_any_string_can_be_encoded_and_decoded(tokenizer):
 
 
 def test_targets_are_inputs_shifted_by_one_token(sentences, tokenizer):
-    (batch,) = evaluation_batches(sentences[:5], tokenizer, batch=4, length=64)
+    (batch,) = evaluation_batches(sentences[:5], tokenizer, batch_size=4, length=64)
     for inputs, targets in _sentences_of(batch):
         assert inputs[0] == BOS and targets[-1] == EOS
         np.testing.assert_array_equal(inputs[1:], targets[:-1])
@@ -68,7 +61,7 @@ def test_long_sentences_are_truncated(tokenizer):
 
 
 def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
-    batches = list(evaluation_batches(sentences, tokenizer, batch=4, length=96))
+    batches = list(evaluation_batches(sentences, tokenizer, batch_size=4, length=96))
     found = sorted(
         tokenizer.decode(targets) for batch in batches for _, targets in _sentences_of(batch)
     )
@@ -88,7 +81,7 @@ def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
         for index, sentence in enumerate(sentences)
     }
     # A batch has one row from each stream.
-    options = {"batch": streams, "length": 96, "seed": 3, "streams": streams}
+    options = {"batch_size": streams, "length": 96, "seed": 3, "streams": streams}
     seen: list[list[int]] = [[] for _ in range(streams)]
     whole: list[list[int]] = [[] for _ in range(streams)]
     iterator = iter(training_batches(sentences, tokenizer, **options))
@@ -117,33 +110,22 @@ def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
 
 
 def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
-    options = {"batch": 8, "length": 96, "seed": 3, "streams": 4}
+    options = {"batch_size": 8, "length": 96, "seed": 3, "streams": 4}
     whole = training_batches(sentences, tokenizer, **options)
     halves = [
-        training_batches(sentences, tokenizer, **options, process=index, processes=2)
-        for index in range(2)
+        training_batches(sentences, tokenizer, **options, mine=mine)
+        for mine in (slice(0, 2), slice(2, 4))
     ]
     for expected, *parts in itertools.islice(zip(whole, *halves, strict=False), 20):
         for name, array in expected.items():
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_more_streams_than_sentences_are_refused(sentences, tokenizer, tmp_path):
-    pack(sentences[:5], tokenizer, tmp_path, 16)
-    rows = open_corpus(f"packed:{tmp_path}")
-    for corpus, count, name in ((sentences[:3], 3, "sentences"), (rows, len(rows), "packed rows")):
-        options = {"length": 16, "seed": 0}
-        next(iter(training_batches(corpus, tokenizer, batch=count, streams=count, **options)))
-        message = rf"has {count} {name}, too few for {count + 1} streams; .*lower data.streams to {count}$"
-        with pytest.raises(UserError, match=message):
-            training_batches(corpus, tokenizer, batch=count + 1, streams=count + 1, **options)
-
-
 def test_the_seed_determines_the_order_of_sentences(sentences, tokenizer):
     def first(seed):
-        return next(iter(training_batches(sentences, tokenizer, batch=2, length=96, seed=seed)))[
-            "inputs"
-        ]
+        return next(
+            iter(training_batches(sentences, tokenizer, batch_size=2, length=96, seed=seed))
+        )["inputs"]
 
     np.testing.assert_array_equal(first(0), first(0))
     assert (first(0) != first(1)).any()
@@ -151,7 +133,7 @@ def test_the_seed_determines_the_order_of_sentences(sentences, tokenizer):
 
 def test_batches_continue_from_a_restored_position(sentences, tokenizer):
     def start():
-        return iter(training_batches(sentences, tokenizer, batch=3, length=96, seed=0))
+        return iter(training_batches(sentences, tokenizer, batch_size=3, length=96, seed=0))
 
     whole = list(itertools.islice(start(), 60))  # More than one epoch.
     for taken in (0, 7, 40):

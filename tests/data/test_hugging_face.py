@@ -19,7 +19,7 @@ from spectr_jax.data.hugging_face import (
     read_tokenizer,
 )
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer
-from spectr_jax.loading.by_name import EMBEDDED
+from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.utils.errors import UserError
 
 SENTENCES = [f"Sentence {number} of many, again and again." for number in range(200)]

@@ -12,9 +12,8 @@ import pytest
 
 from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.packed import PackedRows, open_corpus
+from spectr_jax.data.packed import PackedRows, ShuffledRows, open_corpus
 from spectr_jax.data.packing import INDEX, PACKING_BINS, STARTED, first_fit, pack
-from spectr_jax.data.shuffled import ShuffledRows
 from spectr_jax.data.tokenizer import BOS, EOS, PAD, train_tokenizer
 from spectr_jax.utils.errors import UserError
 
@@ -44,7 +43,7 @@ def test_packed_rows_equal_the_batches_of_the_sentences(corpus, tmp_path, monkey
     taken = []
     for first in range(0, len(lines), 140):  # 140 sentences fill the bins more than once.
         part = lines[first : first + 140]
-        (whole,) = evaluation_batches(part, tokenizer, batch=10_000, length=LENGTH)
+        (whole,) = evaluation_batches(part, tokenizer, batch_size=10_000, length=LENGTH)
         taken.append(whole["targets"])
     np.testing.assert_array_equal(
         [rows[index] for index in range(len(rows))], np.concatenate(taken)
@@ -107,7 +106,7 @@ def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatc
     monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 40)
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
-    options = {"batch": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
+    options = {"batch_size": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
     with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as iterator:
         taken = np.stack(
             [next(iterator)["targets"] for _ in range(2 * len(rows) // (11 * streams) + 1)]
@@ -125,12 +124,12 @@ def test_positions_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
     _, lines, tokenizer = corpus
     pack(lines, tokenizer, tmp_path, LENGTH)
     rows = open_corpus(f"packed:{tmp_path}")
-    options = {"batch": 12, "length": LENGTH, "seed": 1, "streams": 4}
+    options = {"batch_size": 12, "length": LENGTH, "seed": 1, "streams": 4}
     taken = len(rows) // 12 + 2
     places, following = [], []
-    for process in range(2):
+    for mine in (slice(0, 2), slice(2, 4)):
         with contextlib.closing(
-            iter(training_batches(rows, tokenizer, **options, process=process, processes=2))
+            iter(training_batches(rows, tokenizer, **options, mine=mine))
         ) as half:
             for _ in range(taken):
                 next(half)
@@ -157,7 +156,7 @@ def test_all_rows_of_a_batch_are_read_together(corpus, tmp_path, monkeypatch):
         lambda rows, indices: (counts.append(len(indices)), take(rows, indices))[1],
     )
     monkeypatch.setattr(PackedRows, "__getitem__", None)
-    options = {"batch": 24, "length": LENGTH, "seed": 1, "streams": 4}
+    options = {"batch_size": 24, "length": LENGTH, "seed": 1, "streams": 4}
     with contextlib.closing(
         iter(training_batches(open_corpus(f"packed:{tmp_path}"), tokenizer, **options))
     ) as iterator:
@@ -178,7 +177,7 @@ def test_rows_have_the_order_of_grains_shuffle(corpus, tmp_path):
         .to_iter_dataset()
         .batch(9)
     )
-    fast = iter(ShuffledRows(rows, count=9, seed=5 + 1, stream=1, streams=2))
+    fast = iter(ShuffledRows(rows, count=9, seed=5, stream=1, streams=2))
     for _ in range(2 * len(rows) // 9):
         np.testing.assert_array_equal(next(fast), next(slow))
         assert fast.get_state() == slow.get_state()
@@ -188,7 +187,7 @@ def test_rows_have_the_order_of_grains_shuffle(corpus, tmp_path):
 def test_sentence_starts_are_recovered_from_the_tokens(corpus):
     """Compares with the sentences themselves, some of which are truncated."""
     _, lines, tokenizer = corpus
-    (batch,) = evaluation_batches(lines, tokenizer, batch=10_000, length=LENGTH)
+    (batch,) = evaluation_batches(lines, tokenizer, batch_size=10_000, length=LENGTH)
     expected = sorted(tuple([*tokenizer.encode(line), EOS][:LENGTH]) for line in lines)
     assert any(EOS not in sentence for sentence in expected)
     found = []

@@ -22,7 +22,7 @@ from spectr_jax.models.vocabulary import Constant
 from spectr_jax.models.weights import save_weights
 from spectr_jax.training import metrics
 from spectr_jax.training.metrics import read_metrics
-from spectr_jax.training.optimizer import learning_rate
+from spectr_jax.training.optimizer import make_schedule
 from spectr_jax.utils.errors import Interrupted, UserError
 
 from .conftest import LENGTH, about, get_config
@@ -80,10 +80,10 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
 def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sentences):
     made = online.OnlineRows(config(), teacher)
     chat_rows = len(labels.open_labels(config().data.train.split(",")[1]))
-    assert made.streams(8) == 4 and made.counts == (150, chat_rows)
+    assert made.sources(config()) == [(150, 12), (chat_rows, 4)]
     with pytest.raises(UserError, match=r"data\.train: names 2 sources, and named 1 when"):
         online.OnlineRows(config(), teacher, (150,))
-    data = iter(made.batches(0, 4))
+    data = iter(made.batches(config(), 4))
     batch = next(data)
     data.close()
     assert set(batch) == {"inputs", "segments", "positions", "targets", "drafted"}
@@ -100,10 +100,12 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
         )
     assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no row"
     assert origins == [["corpus"], ["corpus"], ["corpus"], ["chats"]] * 4
-    found = jax.jit(teaching.with_labels, static_argnums=2)(made.model, batch, (1,))
+    found = jax.jit(teaching.with_labels, static_argnums=2)(made.frozen, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
     rows["tokens"], rows["segments"] = batch["inputs"], batch["segments"]
-    teaching.labeller(teacher)(rows)
+    fill = teaching.labeller(teacher)
+    for part in np.split(rows, 4):
+        fill(part)
     real = batch["segments"] > 0
     np.testing.assert_array_equal(np.asarray(found["top"])[real][:, 0], rows["top"][real][:, 0])
     np.testing.assert_allclose(
@@ -118,11 +120,11 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
 def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
     """The acceptance rate in a training step is sum min(p, q) over the whole vocabulary."""
     made = online.OnlineRows(config(), teacher)
-    batch = next(iter(made.batches(0, 4)))
+    batch = next(iter(made.batches(config(), 4)))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
-    labelled = teaching.with_labels(made.model, batch, (1,), jnp.asarray(tokens))
+    labelled = teaching.with_labels(made.frozen, batch, (1,), jnp.asarray(tokens))
     place = batch["inputs"], batch["positions"], causal(batch["segments"])
-    q = jax.nn.softmax(made.model.merge().extend(*place)[0])
+    q = jax.nn.softmax(made.frozen.merge().extend(*place)[0])
     np.testing.assert_allclose(jnp.exp(labelled["log_probabilities"]), q[..., tokens], atol=1e-5)
     shape = training.student_config(config().model, made.vocab_size, 64)
     student = students.build(shape, tokens, nnx.Rngs(3))
@@ -139,7 +141,7 @@ def test_target_features_of_several_layers_are_projected_and_summed(config, teac
     """A student with features of two layers has the same hidden states as a student with one layer
     that gets the projected sum. Both use their own features along a drafted path."""
     made = online.OnlineRows(config(), teacher)
-    batch = teaching.with_labels(made.model, next(iter(made.batches(0, 4))), (1,))
+    batch = teaching.with_labels(made.frozen, next(iter(made.batches(config(), 4))), (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
     deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
     deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
@@ -247,14 +249,13 @@ def test_online_training_reads_rows_without_labels(config, teacher, sentences, t
         teaching.write_labels(tmp_path / name, texts, 10, fill, row_type)
     bare, full = (labels.open_labels(str(tmp_path / name)) for name in ("bare", "full"))
     assert not bare.labelled and bare[0].nbytes < 0.01 * full[0].nbytes
-    made = [
-        online.OnlineRows(
-            config(**{"data.train": str(tmp_path / name), "data.shares": (1,), "data.streams": 1}),
-            teacher,
-        )
+    options = [
+        config(**{"data.train": str(tmp_path / name), "data.shares": (1,)})
         for name in ("bare", "full")
     ]
-    first, second = (next(iter(each.batches(0, 1))) for each in made)
+    first, second = (
+        next(iter(online.OnlineRows(made, teacher).batches(made, 1))) for made in options
+    )
     jax.tree.map(np.testing.assert_array_equal, first, second)
     changes = {"data.train": str(tmp_path / "bare"), "model.feature_layers": ()}
     with pytest.raises(
@@ -272,10 +273,19 @@ def test_invalid_online_configs_are_refused(config, tmp_path):
         "teacher='': ": {"teacher": ""},
         "no text file matches": {"data.train": str(tmp_path / "none"), "data.shares": (1,)},
         "model.features=12: .* has 24 features": {"model.features": 12},
+        r"model.feature_layers=\(1, 2\): .* has 1 layers": {"model.feature_layers": (1, 2)},
     }
     for message, changes in cases.items():
         with pytest.raises(UserError, match=message):
             training.distil(config(**changes), tmp_path / "refused")
+
+
+def test_streams_that_shares_lower_must_divide_over_the_processes(config, tmp_path, monkeypatch):
+    """12 streams divide over 3 processes, but a batch takes 16 and 32 rows from the sources."""
+    changes = {"batch_size": 48, "data.streams": 12, "data.shares": (1, 2)}
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(UserError, match="their 4 streams do not divide over 3 processes"):
+        training.distil(config(**changes), tmp_path / "refused")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +343,7 @@ def test_a_constant_learning_rate_decays_at_the_end():
     """A lower `steps` moves the decay and changes nothing else."""
     options = get_config("online").optimizer
     options.update(schedule="constant", learning_rate=0.5, warmup_steps=10)
-    long, short = (learning_rate(options, steps) for steps in (200, 100))
+    long, short = (make_schedule(options, steps) for steps in (200, 100))
     assert [float(long(step)) for step in (5, 10, 160)] == [0.25, 0.5, 0.5] and float(
         long(200)
     ) == 0.0

@@ -216,7 +216,7 @@ def test_a_trained_student_drafts_for_its_teacher(config, folder, teacher, sente
     with pytest.raises(UserError, match="'run' is a draft and has no tokenizer of its own"):
         stored.tokenizer.encode("draft")
     monkeypatch.setattr(
-        training, "frequent_tokens", lambda rows, count: np.arange(count, dtype=np.int32)
+        training, "tokens_by_mass", lambda rows, count: np.arange(count, dtype=np.int32)
     )
     kept = training.distil(config(steps=1, init=str(folder / "bfloat16/run")), folder / "further")
     further = load(str(folder / "further")).model.head.tokens[...]
@@ -337,6 +337,23 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
     made = generate(jax.random.key(0), method, target, draft, prompts, lengths, 8, greedy)
     np.testing.assert_array_equal(made.tokens, expected.tokens)
     assert made.target_calls.sum() < expected.target_calls.sum()
+
+
+def test_older_runs_of_another_kind_or_without_counts_are_reported(
+    config, folder, monkeypatch, capsys
+):
+    monkeypatch.setattr(training, "run", lambda *_, **__: None)
+    training.distil(config(), folder / "run")
+    about = json.loads((folder / "run" / runs.STUDENT).read_text())
+    assert sum(about.pop("rows")) > 0
+    (folder / "run" / runs.STUDENT).write_text(json.dumps(about))
+    (folder / "run" / runs.CONFIG).write_text(config().to_json())
+    assert "all rows" not in capsys.readouterr().out
+    training.distil(config(), folder / "run")
+    assert "does not say how many rows the run began with" in capsys.readouterr().out
+    (folder / "run" / runs.CONFIG).write_text('{"seed": 5, "model": {}}')
+    with pytest.raises(UserError, match=r"kind='student': the run in .* has 'language_model'"):
+        training.distil(config(), folder / "run")
 
 
 def test_invalid_distillation_configs_and_labels_are_refused(config, folder, teacher):

@@ -21,8 +21,9 @@ from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import measurement
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.loading import by_name
-from spectr_jax.loading.by_name import PUBLISHED, Trained, load, register_loader, weights_path
+from spectr_jax.loading.by_name import Trained, load, register_loader
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.formats.published import PUBLISHED, weights_path
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear
@@ -69,7 +70,7 @@ def test_an_embedded_model_in_parts_loads_by_name(toy, tmp_path, monkeypatch):
         tmp_path / "draft_20m", trained.model, trained.tokenizer.proto, {}, "int8", part_bytes=6_000
     )
     assert len(files) > 2
-    monkeypatch.setitem(by_name.PUBLISHED, "20m", tmp_path / "draft_20m")
+    monkeypatch.setitem(PUBLISHED, "20m", tmp_path / "draft_20m")
     assert load("20m").name == "draft_20m"
     tokens = np.random.default_rng(0).integers(0, 283, (2, 16))
     for dtype in ("float32", "int8"):

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 from spectr_jax import Policy, generate, get_method, load
-from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2_PACKAGE
+from spectr_jax.loading.by_name import SMOLLM2_PACKAGE
+from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.quantized import quantize

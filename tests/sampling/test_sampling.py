@@ -13,7 +13,7 @@ import pytest
 from spectr_jax.data.tokenizer import NO_PIECE, Tokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.loading import by_name
-from spectr_jax.loading.by_name import EMBEDDED
+from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.sampling import prompts, session, terminal
 from spectr_jax.sampling.page import Shown, checked_path, page
 from spectr_jax.sampling.session import Decoded, Speed, Token

@@ -83,18 +83,18 @@ def test_a_signal_repeated_within_a_second_counts_once(monkeypatch, capfd, numbe
     assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
-def test_a_non_finite_loss_stops_training_before_saving(config, tmp_path):
-    changes = {
-        "steps": 40,
-        "checkpoint_every": 1,
-        "optimizer.clip_norm": 0.0,
-        "optimizer.warmup_steps": 30,
-    }
-    with pytest.raises(
-        UserError, match=r"the loss is .* at step \d+; lower optimizer.learning_rate=10000000.0"
-    ) as caught:
-        train(config(**changes, **{"optimizer.learning_rate": 1e7}), tmp_path)
+def test_a_non_finite_loss_stops_training_before_saving(config, losses, tmp_path):
+    """The error names the first such step, also if a later step is the next to be logged."""
+    changes = {"steps": 40, "checkpoint_every": 1, "optimizer.clip_norm": 0.0}
+    changes |= {"optimizer.warmup_steps": 30, "optimizer.learning_rate": 1e7}
+    with pytest.raises(UserError, match=r"lower optimizer.learning_rate=10000000.0") as caught:
+        train(config(**changes), tmp_path)
+    first = f" at step {max(losses(tmp_path)) + 1}; "
+    assert first in str(caught.value)
     assert f"(last good checkpoint: {_saved(tmp_path)[-1]})" in str(caught.value)
+    rarely = {"log_every": 40, "checkpoint_every": 40, "eval_every": 40}
+    with pytest.raises(UserError, match=first):
+        train(config(**{**changes, **rarely}), tmp_path / "rarely")
     params = jax.tree.leaves(load(str(tmp_path)).model)
     assert params and all(np.isfinite(leaf).all() for leaf in params)
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from spectr_jax.data.packing import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.layers.attention import causal
-from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig, abstract
+from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
 from spectr_jax.models.weights import load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.config import train_config
@@ -28,7 +29,7 @@ from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.preparation import open_tokenizer
 from spectr_jax.training.programs import make_programs
-from spectr_jax.training.step import StepOptions, eval_step, init_state, summed_loss, train_step
+from spectr_jax.training.step import eval_step, init_state, summed_loss, train_step
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
@@ -128,6 +129,11 @@ def test_a_finished_run_stays_as_it_is(config, tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_signal_in_the_last_step_lets_the_run_finish(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Interruption, "requested", lambda self, step: step == 2)
+    assert int(train(config(steps=2, eval_every=2), tmp_path).step) == 2
+
+
 def test_a_second_run_in_the_same_workdir_is_refused(config, tmp_path):
     with (
         preparation.locked(tmp_path),
@@ -195,8 +201,8 @@ def _nats(model, workdir):
 def test_metrics_record_mfu_and_time_waiting_for_data(config, tmp_path):
     train(config(steps=4), tmp_path)
     record = read_metrics(tmp_path / "metrics.jsonl")[3]
-    shape = TransformerConfig(**config().model)
-    used = record["tokens_per_second"] * throughput.flops_per_token(shape)
+    programs = make_programs(config(), sharding.make_mesh())
+    used = record["tokens_per_second"] * programs.flops_per_token
     assert record["mfu"] == pytest.approx(used / throughput.peak_flops(), abs=6e-5)
     assert 0 < record["mfu"] < 1 and 0 <= record["waiting_for_data"] < 1
 
@@ -210,9 +216,8 @@ def test_flops_per_token_match_a_count_by_hand():
         + vocab * width
         + vocab
     )
-    assert (
-        throughput.flops_per_token(LADDER["target_97m"]) == 6 * weights + 12 * layers * width * 128
-    )
+    programs = make_programs(train_config("target_97m"), sharding.make_mesh())
+    assert programs.flops_per_token == 6 * weights + 12 * layers * width * 128
 
 
 @pytest.mark.own_programs
@@ -249,14 +254,9 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(config):
         "positions": np.tile(np.arange(32), (8, 1)),
     }
     results = []
-    for options in (
-        StepOptions(),
-        StepOptions(accumulate=4),
-        StepOptions(accumulate=2, remat=True),
-    ):
-        results.append(
-            jax.jit(functools.partial(train_step, graphdef, optimizer, options))(state, batch)
-        )
+    for options in ({}, {"accumulate": 4}, {"accumulate": 2, "remat": True}):
+        step = functools.partial(train_step, graphdef, optimizer, config(**options))
+        results.append(jax.jit(step)(state, batch))
     whole, metrics = results[0]
     moved = jax.tree.map(
         lambda new, old: float(jnp.abs(new - old).max()), whole.params, state.params
@@ -333,6 +333,19 @@ def test_init_starts_training_from_given_weights(config, corpus, losses, tmp_pat
         with pytest.raises(UserError, match=message):
             train(config(**{**given, **changes}), tmp_path / "refused" / next(iter(changes)))
     assert not list(tmp_path.glob("refused/*/config.json"))
+
+
+def test_a_run_resumes_without_the_weights_that_it_began_with(config, tmp_path):
+    before = train(config(steps=1), tmp_path / "first")
+    tokenizer = (tmp_path / "first/tokenizer.model").read_bytes()
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/tokenizer.model").write_bytes(tokenizer)
+    save_weights(tmp_path / "given/model", load(str(tmp_path / "first")).model, tokenizer, {})
+    given = config(init=str(tmp_path / "given/model"), steps=2)
+    train(given, tmp_path / "run")
+    shutil.rmtree(tmp_path / "given")
+    given.steps = 3
+    assert int(train(given, tmp_path / "run").step) == 3 == int(before.step) + 2
 
 
 def test_an_unknown_config_field_is_refused_with_a_suggestion(config, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.models.formats import runs
-from spectr_jax.training import preparation
+from spectr_jax.training import loop, preparation
 from spectr_jax.training.loop import train
 from spectr_jax.training.preparation import open_tokenizer
 from spectr_jax.utils.config import config_hash
@@ -41,6 +41,18 @@ def test_the_content_of_data_decides_whether_a_run_resumes(config, corpus, tmp_p
         train(config(steps=4, **old), tmp_path / "run")
     assert int(train(config(steps=4, **new), tmp_path / "run").step) == 4
     assert set(json.loads((tmp_path / "run/inputs.json").read_text())) == set(new)
+
+
+def test_a_run_that_begins_while_another_reads_its_corpus_is_refused(config, tmp_path, monkeypatch):
+    read = loop.open_corpus
+
+    def slow(*arguments):
+        (tmp_path / "config.json").write_text(config(seed=1).to_json())
+        return read(*arguments)
+
+    monkeypatch.setattr(loop, "open_corpus", slow)
+    with pytest.raises(UserError, match=r"seed=0: the run in .* has 1"):
+        train(config(steps=2), tmp_path)
 
 
 def test_runs_of_older_versions_have_no_kind_and_are_recognised(config, losses, tmp_path):
@@ -78,7 +90,7 @@ def test_more_steps_must_not_make_the_learning_rate_jump(
     (tmp_path / "checkpoints" / str(taken)).mkdir(parents=True)
     made.steps = steps
     with pytest.raises(UserError, match=f"steps={steps}: ") if jumps else contextlib.nullcontext():
-        preparation.claim_workdir(made, tmp_path, made)
+        preparation.check_workdir(made, tmp_path, made)
 
 
 def test_runs_that_start_together_train_one_tokenizer(config, corpus, tmp_path, monkeypatch):

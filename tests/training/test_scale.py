@@ -223,10 +223,12 @@ def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
             3,
             r"data.streams=4, batch_size=48: their 4 streams do not divide over 3",
         ),
+        ({"batch_size": 12, "data.streams": 12}, 1, 1, "has 9 .*too few for 12 streams; .*to 9$"),
     ],
 )
 def test_indivisible_batch_sizes_and_streams_are_refused(
     config, changes, devices, processes, message
 ):
     with pytest.raises(UserError, match=message):
-        preparation.count_streams(config(**changes), devices, processes)
+        made = config(**changes)
+        preparation.count_streams(made, devices, processes, [(9, made.batch_size)])

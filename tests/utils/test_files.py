@@ -48,7 +48,7 @@ def test_a_git_lfs_pointer_is_refused_with_the_fix(tmp_path, name, read):
         ("config.json", runs.open_run),
         (
             "config.json",
-            lambda folder: preparation.claim_workdir(train_config(), folder, train_config()),
+            lambda folder: preparation.check_workdir(train_config(), folder, train_config()),
         ),
         ("student.json", runs.read_student),
         ("table.json", lambda folder: check_table(eval_config(), folder, "table")),

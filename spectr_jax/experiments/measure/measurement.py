@@ -14,8 +14,9 @@ from spectr_jax.data.tokenizer import PAD, AnyTokenizer
 from spectr_jax.decoding import Method, Policy
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.experiments.measure.finished import check_table
-from spectr_jax.loading.by_name import EMBEDDED, Trained, check_dtype
+from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.models.frozen import check_context
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError

@@ -11,6 +11,8 @@ from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import parse_json, read_text, write_json
 
+LANGUAGE_MODEL, DRAFT_STUDENT = KINDS = "language_model", "student"
+"""Values of a config's field `kind`."""
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
 BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
 """Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
@@ -23,7 +25,7 @@ class Student(NamedTuple):
     shape: LlamaConfig
     head_tokens: np.ndarray  # Tokens that the head scores, [W] int32.
     vocabulary: str  # Digest of the teacher's vocabulary.
-    rows: tuple[int, ...]  # Rows of each training folder at the start; empty in older runs.
+    counts: tuple[int, ...]  # Rows of each training folder at the start; empty in older runs.
 
 
 class Run(NamedTuple):
@@ -43,9 +45,7 @@ def open_run(workdir: pathlib.Path) -> Run:
     """
     try:
         config = parse_json(read_text(workdir / CONFIG))
-        # Older configs have no kind, and only those of students have a teacher.
-        kind = config.get("kind", "student" if "teacher" in config else "language_model")
-        if kind == "language_model":
+        if kind_of(config) == LANGUAGE_MODEL:
             shape = TransformerConfig(**{**config["model"], "dropout": 0.0})
             return Run(config, shape, BITS, None)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -54,6 +54,12 @@ def open_run(workdir: pathlib.Path) -> Run:
         ) from error
     student = read_student(workdir)
     return Run(config, student.shape, REJECTION, student)
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """Returns the `kind` of a run's config. Older ones have none, and only those of students have a
+    teacher."""
+    return config.get("kind", DRAFT_STUDENT if "teacher" in config else LANGUAGE_MODEL)
 
 
 def read_student(workdir: pathlib.Path) -> Student:
@@ -66,8 +72,8 @@ def read_student(workdir: pathlib.Path) -> Student:
     try:
         about = parse_json(read_text(path))
         tokens = np.array(about["head_tokens"], np.int32)
-        rows = tuple(about.get("rows", ()))
-        return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], rows)
+        counts = tuple(about.get("rows", ()))
+        return Student(LlamaConfig(**about["model"]), tokens, about["vocabulary"], counts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(path)!r} cannot be read ({error}); restore it, or train again"
@@ -80,7 +86,7 @@ def write_student(workdir: pathlib.Path, student: Student, teacher: str) -> None
         "teacher": teacher,
         "vocabulary": student.vocabulary,
         "model": dataclasses.asdict(student.shape),
-        "rows": list(student.rows),
+        "rows": list(student.counts),
         "head_tokens": student.head_tokens.tolist(),
     }
     write_json(workdir / STUDENT, about)
