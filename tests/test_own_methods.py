@@ -1,6 +1,7 @@
 """All programs run a user's own method that `--import` registers, such as the method of
 CONTRIBUTING.md."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 from spectr_jax import decoding, transport
+from spectr_jax.decoding.drafters import DraftModel, FeatureModel
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.verifiers import Block, FromTarget, MultiPath, TokenByToken
 from spectr_jax.experiments import auto, tokens_per_call, trees
 from spectr_jax.experiments.config import auto_config, eval_config, trees_config
 from spectr_jax.experiments.measure.acceptance import PairAcceptance
 from spectr_jax.experiments.planning.on_tree import on_tree
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel
 from spectr_jax.testing import methods as checks
 from spectr_jax.utils.errors import UserError
@@ -209,6 +212,41 @@ def test_the_drafting_rule_of_contributing_md_passes_its_checks(monkeypatch):
     exec(code, names := {"__name__": "guide"})
     drawn = names["plan"].rule.draw(None, np.float32([[0.1, 0.3, 0.6]]), np.array([2]))
     np.testing.assert_array_equal(drawn, [[2, 1]])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: decoding.Method("bad", "4,2", TokenByToken(transport.get("kseq"))), "the tree is"),
+        (lambda: TokenByToken("maximal"), "plan='maximal': must be a Plan"),
+        (lambda: Block("maximal"), "plan='maximal': names no winner"),
+        (lambda: decoding.register(7, TokenByToken), "name=7: must be a string"),
+        (lambda: transport.register(["a"], TokenByToken), r"name=\['a'\]: must be a string"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_a_missing_option_is_named(monkeypatch):
+    monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
+    decoding.register("needs", lambda *, draft_length: None)
+    with pytest.raises(UserError, match="method 'needs': needs the option 'draft_length'"):
+        decoding.get_method("needs")
+
+
+def test_a_drafter_of_ones_own_runs_a_draft_with_features():
+    class Own(DraftModel):
+        pass
+
+    class Seeing(TableModel):
+        features_seen = features_shown = 4
+
+    method = decoding.Method("", decoding.tree.chain(2), TokenByToken(transport.get("kseq")))
+    draft = freeze(Seeing(np.full((3, 3, 3), 1 / 3)))
+    assert isinstance(method.drafter_for(draft), FeatureModel)
+    assert dataclasses.replace(method, drafter=Own()).drafter_for(draft) == Own()
 
 
 def test_a_plan_is_refused_as_a_verifier():

@@ -118,6 +118,7 @@ def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
     """
     fold = jax.vmap(jax.random.fold_in)
     draft_keys, select_keys = (fold(setup.keys, 2 * loop.calls + part) for part in (0, 1))
+    # Not of a shared key, which would be the same in all calls.
     spare_keys = fold(select_keys, jnp.full(len(select_keys), SPARE))
     if setup.verifier.rule is not None and setup.verifier.rule.shares_key:
         # One race per position decides draft and target: the output does not depend on the draft.

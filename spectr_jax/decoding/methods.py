@@ -53,6 +53,7 @@ class Method:
     def __post_init__(self) -> None:
         owner = f"method {self.name!r}"
         for part, kind, example in (
+            ("tree", Tree, "tree.parse('4,2,1')"),
             ("verifier", Verifier, "TokenByToken(plan)"),
             ("drafter", Drafter, "Lookup()"),
         ):
@@ -75,11 +76,12 @@ class Method:
         return self.tree.size > 0 and self.drafter.needs_model
 
     def drafter_for(self, draft: Frozen | None) -> Drafter:
-        """Returns the drafter; a tree without nodes needs none, a draft with features its own."""
+        """Returns the drafter; without nodes none is needed, and features need `FeatureModel`."""
         if not self.tree.size:
             return drafters.NoDrafts()
         sees_features = draft is not None and draft.features_seen
-        return drafters.FeatureModel() if sees_features else self.drafter
+        by_default = self.drafter == DraftModel()  # A drafter of one's own stays.
+        return drafters.FeatureModel() if sees_features and by_default else self.drafter
 
 
 Factory: TypeAlias = Callable[..., Method]

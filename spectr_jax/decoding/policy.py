@@ -50,10 +50,10 @@ class Policy:
     """
 
     temperature: Number = 1.0
-    top_k: int | Number | None = 0
-    top_p: Number | None = 1.0
+    top_k: int | Number = 0
+    top_p: Number = 1.0
     eos: int | tuple[int, ...] | Int[Array, "*several"] = -1
-    min_p: Number | None = 0.0
+    min_p: Number = 0.0
     process: Process | None = None
 
     def __post_init__(self) -> None:
@@ -144,16 +144,17 @@ def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") 
 def _is_process(process: Any) -> bool:
     """Returns whether `process` is a function of three arguments, as far as Python knows.
 
-    A function without arrays must be hashable.
+    A function without arrays must be hashable; a pytree need not be.
     """
-    function = process.function if isinstance(process, Static) else process
+    is_static = isinstance(process, Static)
+    function = process.function if is_static else process
     try:
         inspect.signature(function).bind("logits", "tokens", "length")
     except TypeError:
         return False
     except ValueError:  # Some functions written in C have no signature.
         pass
-    return isinstance(function, Hashable)
+    return not is_static or isinstance(function, Hashable)
 
 
 def _numbers(given: Any) -> Shaped[np.ndarray, "..."]:
@@ -190,7 +191,6 @@ def shaping_of(policy: Policy) -> Shaping:
     Limits that are known to keep all tokens are None.
     """
     limits = {name: getattr(policy, name) for name in LIMITS}
-    limits = {name: LIMITS[name] if value is None else value for name, value in limits.items()}
     traced = _numpy(list(limits.values())) is jnp
     limited = traced or any(np.any(np.asarray(limits[name]) != LIMITS[name]) for name in LIMITS)
     arrays = {name: _array(limits[name], LIMITS[name].dtype) for name in LIMITS}

@@ -144,10 +144,10 @@ def checked(
         if wanted is not None:
             check_policy(wanted, len(tokens), owner)
             processing.check_vocabulary(wanted.process, models[0].vocab_size)
-    automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
         models = sharding.replicate(mesh, models)
+    automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
     padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
     room = -(-max_new_tokens // BUCKET) * BUCKET

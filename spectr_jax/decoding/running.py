@@ -127,4 +127,5 @@ def run_on_prompts(
     if pieces == 1:
         return step(0, start)
     pieces_used = (jnp.max(lengths_B) + width - 1) // width
-    return jax.lax.fori_loop(0, pieces_used, step, start)
+    cache, shown = jax.lax.fori_loop(0, pieces_used, step, start)
+    return cache, None if shown is None else shown[:, :T]

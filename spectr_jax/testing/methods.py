@@ -273,7 +273,7 @@ def _shaped(table: np.ndarray, policy: Policy) -> np.ndarray:
         row /= row.sum()
         mass = 0.0
         for token in ranked:
-            if mass >= float(policy.top_p):  # type: ignore[arg-type]
+            if mass >= float(policy.top_p):
                 row[token] = 0
             mass += row[token]
         row /= row.sum()

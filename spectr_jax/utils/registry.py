@@ -26,6 +26,10 @@ def make(
         if option not in known and not passes_on:
             names = ", ".join(known) or "none"
             raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}")
+    for option, parameter in known.items():
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not is_variadic and option not in options:
+            raise UserError(f"{what} {name!r}: needs the option {option!r}; give it")
     product = factories[name](**options)
     if not isinstance(product, kind):
         returns = f"its factory returns {product!r:.40}"
@@ -34,7 +38,9 @@ def make(
 
 
 def check_free(kind: type, factories: Mapping[str, Any], name: str) -> None:
-    """Raises `UserError` if the name is taken."""
+    """Raises `UserError` if the name is taken, or is no string."""
+    if not isinstance(name, str):
+        raise UserError(f"name={name!r}: must be a string")
     if name in factories:
         taken = f"is already a registered {kind.__name__.lower()}"
         raise UserError(f"name={name!r}: {taken}; choose another name")

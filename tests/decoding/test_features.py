@@ -13,6 +13,7 @@ from flax import nnx
 from spectr_jax.decoding import Policy, get_method, stream
 from spectr_jax.decoding.drafters import FeatureModel
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.running import run_on_prompts
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -234,6 +235,13 @@ def test_the_draft_head_scores_only_the_last_recalled_token():
     generate(KEY, method, our_target(), counting, [[1, 2]], [2], 4)
     # The first call scores the prompt. Its result is unused, so XLA never computes it.
     assert scored and max(scored[1:]) == 1
+
+
+def test_features_of_a_prompt_in_pieces_have_its_length():
+    prompts, lengths = jnp.ones((2, 70), jnp.int32), jnp.array([70, 3])
+    model = llama_target()
+    run = jax.jit(lambda: run_on_prompts(model, prompts, lengths, 80, layers_shown=())[1])
+    assert run().shape == (2, 70, WIDTH)
 
 
 def test_targets_that_do_not_fit_the_draft_are_refused(draft):

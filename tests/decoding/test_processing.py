@@ -1,5 +1,6 @@
 """Logits processes: each node sees its own path, and outputs follow the processed target."""
 
+import dataclasses
 import itertools
 import math
 
@@ -92,6 +93,19 @@ def test_processes_of_other_numbers_share_a_program(process, other, count_compil
     assert not compiled
     first, second = ({*np.asarray(out.tokens)[:, 2:14].ravel().tolist()} for out in outs)
     assert first != second
+
+
+def test_a_process_that_is_a_pytree_need_not_be_hashable():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Only:
+        token: int
+
+        def __call__(self, logits, tokens, length):
+            return jnp.where(jnp.arange(len(logits)) == self.token, 0, -jnp.inf)
+
+    out = generate(jax.random.key(0), get_method("baseline"), *ROWS, Policy(process=Only(5)))
+    assert (np.asarray(out.tokens)[:, 2:14] == 5).all()
 
 
 def test_a_process_is_traced_in_a_jit_of_ones_own(count_compilations):

@@ -51,7 +51,7 @@ class Drafts(NamedTuple):
 
     Attributes:
       tokens: [B, N + 1] int32 by node, the last committed token first; -1 means no draft.
-      p: [B, I, V], the distribution that the children of each inner node were drawn from;
+      p: [B, I, V], the distribution that the children of each of `tree.inner` were drawn from;
         [B, 0, V] if the drafter does not draw.
       state: the drafter's.
       target_cache: the target's, of unchanged length; returned for an update in place.
@@ -122,7 +122,8 @@ class Drafter(abc.ABC):
         Args:
           setup: of the generation.
           prompts: the tokens [B, T] and lengths [B].
-          capacity: static; the number of slots of a cache for any sequence of the generation.
+          capacity: static; the number of slots that hold any sequence and a tree. A drafter that
+            recalls more than two committed tokens in a call needs more.
           features_BxTxF: the target's for each token, if `layers_shown` asks for them.
         """
         return None

@@ -57,7 +57,9 @@ class Block(Verifier):
     def __post_init__(self) -> None:
         if not isinstance(self.plan, WinnerPlan) or self.plan.rule != self.rule:
             hint = "use a plan that does, such as 'otm'"
-            raise UserError(f"plan={self.plan.name!r}: names no winner of i.i.d. drafts; {hint}")
+            raise UserError(
+                f"plan={getattr(self.plan, 'name', self.plan)!r}: names no winner of i.i.d. drafts; {hint}"
+            )
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         assert isinstance(self.plan, WinnerPlan)

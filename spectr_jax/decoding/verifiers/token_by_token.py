@@ -16,8 +16,9 @@ from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.transport import naive, rules
-from spectr_jax.transport.base import Plan
+from spectr_jax.transport.base import Plan, normalised
 from spectr_jax.transport.types import BoolScalar, IntScalar
+from spectr_jax.utils.errors import UserError
 
 
 class _Walk(NamedTuple):
@@ -36,6 +37,12 @@ class TokenByToken(Verifier):
 
     plan: Plan
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, Plan):
+            raise UserError(
+                f"plan={self.plan!r:.60}: must be a Plan, such as transport.get('kseq')"
+            )
+
     @property
     def rule(self) -> rules.Rule | None:
         return self.plan.rule
@@ -46,7 +53,8 @@ class TokenByToken(Verifier):
 
         def choose(node: IntScalar) -> _Walk:
             drafts = below(node)
-            p, q = scored.p_and_q(node, drafts.first())
+            # They sum to 1 up to rounding. XLA for CPUs would fuse the row of p into each reader.
+            p, q = map(normalised, scored.p_and_q(node, drafts.first()))
             node_key = jax.random.fold_in(key, scored.length + depth[node])
             token = self.plan.choose(node_key, p, q, drafts.tokens, drafts.valid)
             token = jnp.where(jnp.any(q > 0), token, -1)
