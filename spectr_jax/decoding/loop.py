@@ -166,8 +166,7 @@ def score_and_select(
         process = setup.policy.process
         logits = processing.processed(process, tree, nodes, raw, tokens, *loop.sequences)
         scored = _scored_tree(loop, setup, drafts, tree, logits)
-        each = setup.verifier, keys_B, scored
-        chosen = for_each_row(scored, ~loop.done, *each)
+        chosen = for_each_row(scored, ~loop.done, setup.verifier, keys_B, scored)
     return Selected(
         logits=logits,
         features=features,

@@ -38,7 +38,7 @@ def make(
 
 
 def check_free(kind: type, factories: Mapping[str, Any], name: str) -> None:
-    """Raises `UserError` if the name is taken, or is no string."""
+    """Raises `UserError` if the name is taken, or is not a string."""
     if not isinstance(name, str):
         raise UserError(f"name={name!r}: must be a string")
     if name in factories:

@@ -6,7 +6,7 @@ vocabulary, T tokens of a sequence, F features.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,6 +18,8 @@ from spectr_jax.decoding.verifiers.base import Verifier
 from spectr_jax.models.base import Model
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import Frozen
+
+Features: TypeAlias = Float[Array, "batch time features"] | None
 
 
 class Setup(NamedTuple):
@@ -111,11 +113,7 @@ class Drafter(abc.ABC):
         return None
 
     def init(
-        self,
-        setup: Setup,
-        prompts: Sequences,
-        capacity: int,
-        features_BxTxF: Float[Array, "batch time features"] | None,
+        self, setup: Setup, prompts: Sequences, capacity: int, features_BxTxF: Features
     ) -> Any:
         """Returns the state after the prompts; None by default.
 

@@ -4,10 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from spectr_jax.decoding.drafters import levels
-from spectr_jax.decoding.drafters.base import Drafter, Drafts, Sequences, Setup, Verified
+from spectr_jax.decoding.drafters.base import Drafter, Drafts, Features, Sequences, Setup, Verified
 from spectr_jax.decoding.running import run_on_prompts
 from spectr_jax.decoding.tree import Keys
 from spectr_jax.models.cache import Cache, keep
@@ -21,11 +20,7 @@ class DraftModel(Drafter):
     draws: ClassVar[bool] = True
 
     def init(
-        self,
-        setup: Setup,
-        prompts: Sequences,
-        capacity: int,
-        features_BxTxF: Float[Array, "batch time features"] | None,
+        self, setup: Setup, prompts: Sequences, capacity: int, features_BxTxF: Features
     ) -> Cache:
         cache, _ = run_on_prompts(setup.draft, *prompts, capacity)
         return dataclasses.replace(cache, lengths=levels.cache_lengths(prompts.lengths))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spectr_jax.decoding.drafters import levels
-from spectr_jax.decoding.drafters.base import Drafter, Drafts, Sequences, Setup, Verified
+from spectr_jax.decoding.drafters.base import Drafter, Drafts, Features, Sequences, Setup, Verified
 from spectr_jax.decoding.running import run_on_prompts
 from spectr_jax.decoding.tree import Keys
 from spectr_jax.models.base import Model, feature_layers
@@ -45,24 +45,21 @@ class FeatureModel(Drafter):
 
     def check(self, target: Frozen, draft: Frozen | None) -> None:
         assert draft is not None
-        seen, shown, hint = draft.features_seen, target.features_shown, "give the target that the "
+        seen, shown = draft.features_seen, target.features_shown
+        hint = "give the target that the draft was trained for"
         if seen != shown or not seen:
             problem = f"sees {seen} features, but this target has {shown}"
-            raise UserError(f"draft: {problem}; {hint}draft was trained for")
+            raise UserError(f"draft: {problem}; {hint}")
         deepest = max(draft.feature_layers, default=0)
         if deepest > target.layers:
             problem = f"sees layer {deepest}, but this target has {target.layers}"
-            raise UserError(f"draft: {problem}; {hint}draft was trained for")
+            raise UserError(f"draft: {problem}; {hint}")
 
     def layers_shown(self, draft: Model | None) -> tuple[int, ...]:
         return feature_layers(draft)
 
     def init(
-        self,
-        setup: Setup,
-        prompts: Sequences,
-        capacity: int,
-        features_BxTxF: Float[Array, "batch time features"] | None,
+        self, setup: Setup, prompts: Sequences, capacity: int, features_BxTxF: Features
     ) -> _State:
         assert features_BxTxF is not None
         R, lengths_B = setup.tree.height + 1, prompts.lengths  # As many tokens as a call can add.

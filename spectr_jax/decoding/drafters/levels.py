@@ -23,7 +23,6 @@ from spectr_jax.transport.rules import Rule
 
 BatchProbs: TypeAlias = Float[Array, "batch width vocab"]
 
-
 RECALLED = 2
 """The number of committed tokens on which a draft model runs first in each call.
 

@@ -119,10 +119,6 @@ def phase_timers(
         return request_of(keys, method, models[0], models[1], prompts, room, room).setup()
 
     start = jax.jit(lambda models: loop.begin(setup(models), prompts, room))(models)
-    caches = start.target_cache, start.drafter_state
-
-    def with_caches(caches) -> loop.Loop:
-        return start._replace(target_cache=caches[0], drafter_state=caches[1])
 
     @jax.jit
     def sample(models, step):
@@ -134,6 +130,22 @@ def phase_timers(
         samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
     else:
         samples = [sample(models, step) for step in np.arange(4)]
+    loops = _phase_loops(method, models, setup, start, samples)
+    return {name: _loop_timer(*loops[name]) for name in phases}
+
+
+def _phase_loops(
+    method: Method, models: Any, setup: Callable, start: loop.Loop, samples: list[Any]
+) -> dict[str, tuple[Callable, list[Any], Any]]:
+    """Returns the arguments of `_loop_timer` for each phase, and for the whole call.
+
+    `setup` is a function of the models, and `samples` has the drafts and outputs of some calls.
+    """
+    caches, lengths = (start.target_cache, start.drafter_state), start.sequences.lengths
+    keys = jax.random.split(jax.random.key(0), len(lengths))
+
+    def with_caches(caches) -> loop.Loop:
+        return start._replace(target_cache=caches[0], drafter_state=caches[1])
 
     def call_phase(_, models, before):
         after, _ = loop.call(before, setup(models))
@@ -158,23 +170,19 @@ def phase_timers(
         return _at((after.target_cache, after.drafter_state), caches)
 
     drafts, selected = samples[0]
+    of_score = [(models, drafts.tokens) for drafts, _ in samples]
     of_select = [(drafts.tokens, drafts.p, selected.logits) for drafts, selected in samples]
     of_commit = [
         (models, drafts._replace(state=None, target_cache=None), selected._replace(cache=None))
         for drafts, selected in samples
     ]
-    loops: dict[str, tuple[Callable, list[Any], Any]] = {
+    return {
         "draft": (draft_phase, [models], drafts),
-        "score": (
-            score_phase,
-            [(models, drafts.tokens) for drafts, _ in samples],
-            (selected.logits, caches[0]),
-        ),
+        "score": (score_phase, of_score, (selected.logits, caches[0])),
         "select": (_select_phase(method, keys, lengths), of_select, selected.chosen),
         "commit": (commit_phase, of_commit, caches),
         "call": (call_phase, [models], start),
     }
-    return {name: _loop_timer(*loops[name]) for name in phases}
 
 
 def token_timer(method: Method, vocab_size: int, batch: int) -> Timer:
