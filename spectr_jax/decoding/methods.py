@@ -30,6 +30,9 @@ NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 ANY_TREE = "4,2,1,1"
 """The default tree of methods that draft any tree."""
 
+RECALLED_TREE = "recall:4"
+"""The default tree of `recycle`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -72,8 +75,13 @@ class Method:
 
     @property
     def needs_draft(self) -> bool:
-        """Returns whether the method uses a draft model."""
+        """Returns whether the method needs a draft model."""
         return self.tree.size > 0 and self.drafter.needs_model
+
+    @property
+    def takes_draft(self) -> bool:
+        """Returns whether the method uses a draft model if there is one."""
+        return self.tree.size > 0 and self.drafter.takes_model
 
     def drafter_for(self, draft: Frozen | None) -> Drafter:
         """Returns the drafter; without nodes none is needed, and features need `FeatureModel`."""
@@ -140,17 +148,28 @@ def lookup(
     num_drafts: Count = None,
     draft_length: Count = None,
     tree: Shape = None,
-    max_ngram: int = 3,
+    max_ngram: int = 16,
     min_ngram: int = 1,
 ) -> Method:
-    """Returns the method that drafts by prompt lookup (`decoding.drafters.lookup`).
+    """Returns the method that drafts by prompt lookup (`decoding.drafters.recall`).
 
     It drafts one chain of L tokens, K chains with distinct first tokens, or any tree.
     """
     if tree is None and num_drafts is None:
         num_drafts = 1
-    shape = _shape(num_drafts, draft_length, tree)
-    return Method("", shape, verifiers.FromTarget(), drafters.Lookup(max_ngram, min_ngram))
+    drafter = drafters.Recall(max_ngram, min_ngram, ranks=0)
+    return Method("", _shape(num_drafts, draft_length, tree), verifiers.FromTarget(), drafter)
+
+
+def recycle(
+    *, tree: Tree | str = RECALLED_TREE, max_ngram: int = 16, min_ngram: int = 1, ranks: int = 8
+) -> Method:
+    """Returns the method that drafts by token recycling after lookup (`decoding.drafters.recall`).
+
+    `max_ngram=0` is Token Recycling alone. The draft model is optional: a `Bigram` of the target.
+    """
+    drafter = drafters.Recall(max_ngram, min_ngram, ranks)
+    return Method("", trees.parse(tree), verifiers.FromTarget(), drafter)
 
 
 def self_speculative(*, layers: int = 1, method: str = "speculative", **options: Any) -> Method:
@@ -207,7 +226,9 @@ METHODS: dict[str, Factory] = {
     "ersd": partial(_on_any_tree, TokenByToken(_plan("race"))),
     # The likeliest tokens and one draw, with the optimal plan for them: Hu et al., 2025.
     "greedy_drafts": partial(_on_any_tree, TokenByToken(_plan("greedy"))),
+    # Drafts without a model: copies of what followed earlier, and what the target ranked first.
     "lookup": lookup,
+    "recycle": recycle,
     "self_speculative": self_speculative,
 }
 

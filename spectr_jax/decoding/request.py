@@ -95,7 +95,7 @@ def request_of(
         keys=key,
         method=method,
         target=target,
-        draft=draft if method.needs_draft else None,
+        draft=draft if method.takes_draft else None,
         prompts=prompts,
         limits=prompts.lengths + np.int32(max_new_tokens),
         room=room,
@@ -135,7 +135,7 @@ def checked(
         raise UserError(f"logprobs={logprobs!r}: must be True or False")
     tokens: Any = whole_numbers("prompts", prompts)
     lengths: Any = whole_numbers("prompt_lengths", prompt_lengths)
-    drafted = method.needs_draft and draft is not None
+    drafted = method.takes_draft and draft is not None
     models = freeze(target), freeze(draft) if drafted else None  # type: ignore[arg-type]
     _check_prompts(tokens, lengths, max_new_tokens, models[0])
     _check_models(method, *models)
@@ -206,7 +206,7 @@ def _check_models(method: Method, target: Frozen, draft: Frozen | None) -> None:
         hint = f"but there are {V} tokens; give a narrower tree"
         raise UserError(f"{owner}: a node has {children} children, {hint}")
     if method.needs_draft and draft is None:
-        raise UserError(f"{owner}: needs a draft model; give one, or use 'lookup'")
+        raise UserError(f"{owner}: needs a draft model; give one, or use 'recycle'")
     if draft is not None and draft.vocab_size != V:
         hint = "use a common vocabulary, or spectr_jax.loading.pairs.fitted"
         raise UserError(f"draft: has {draft.vocab_size} tokens, but the target has {V}; {hint}")

@@ -6,9 +6,10 @@ that a parent's number is less than its child's.
 
 import dataclasses
 import functools
+import heapq
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +25,10 @@ Paths: TypeAlias = Int[Array, "batch height"]  # The accepted nodes in order, wi
 
 MOST_NODES = 10_000
 """The most nodes of a tree: the ancestor mask is a square matrix. Useful trees have dozens."""
+
+
+RECALL = (0.5, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
+"""The rates at which the first, second, ... candidate of `drafters.Recall` is accepted, rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +188,26 @@ def specinfer(size: int) -> Tree:
     return Tree((*range(trunk), *(max(node - 3, trunk) for node in range(trunk + 1, size + 1))))
 
 
-SHAPES: dict[str, Callable[[int], Tree]] = {"chain": chain, "batch": batch, "specinfer": specinfer}
+def recall(size: int) -> Tree:
+    """Returns the tree of `size` nodes for drafts that are ranked, by their fitted acceptance."""
+    check_positive(size=size)
+    _check_size(size)
+    return optimal_tree(RECALL, size)
+
+
+SHAPES: dict[str, Callable[[int], Tree]] = {
+    "chain": chain,
+    "batch": batch,
+    "specinfer": specinfer,
+    "recall": recall,
+}
 
 
 def parse(spec: "Tree | str") -> Tree:
     """Returns the tree that `spec` names; a `Tree` is returned as it is.
 
     The names are `4,2,1` (a prefix tree), `8x4` (K x L: K chains of L tokens), `chain:8`,
-    `batch:8` and `specinfer:16`.
+    `batch:8`, `specinfer:16` and `recall:8`.
 
     Raises:
       UserError: `spec` names no tree.
@@ -215,6 +232,59 @@ def parse(spec: "Tree | str") -> Tree:
 def spelled(branching: tuple[int, ...]) -> str:
     """Returns the name of a prefix tree, as `parse` reads it: `4,2,1` for (4, 2, 1)."""
     return ",".join(map(str, branching))
+
+
+def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
+    """Returns the tree of `size` nodes and at most `height` that maximises `expected_tokens`.
+
+    Source: ERSD, Algorithm 3.
+
+    Raises:
+      UserError: R does not descend, or is too short for a tree of that size and height.
+    """
+    return tree_of(optimal_order(R, size, height))
+
+
+def optimal_order(
+    R: Sequence[float], size: int, height: int | None = None
+) -> list[tuple[int, ...]]:
+    """Returns the nodes of `optimal_tree`, likeliest first, as child indices from the root.
+
+    The first n nodes are the optimal tree of n nodes. The search is ERSD's Algorithm 3, with a
+    priority queue: O(N log N).
+
+    Raises:
+      UserError: R does not descend, or is too short for a tree of that size and height.
+    """
+    check_positive(size=size)
+    if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
+        raise UserError(
+            f"R={list(R)}: must descend within [0, 1]; give the acceptance by child index, "
+            "through `descending` if it is noisy"
+        )
+    order: list[tuple[int, ...]] = []
+    queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
+    while len(order) < size:
+        if not queue:
+            raise UserError(
+                f"size={size}: is too large for {len(R)} children per node and height={height}; "
+                "lower it"
+            )
+        _, node = heapq.heappop(queue)
+        order.append(node)
+        relatives = [(*node[:-1], node[-1] + 1)] if node[-1] + 1 < len(R) else []
+        if height is None or len(node) < height:
+            relatives.append((*node, 0))
+        for relative in relatives:
+            heapq.heappush(queue, (-float(np.prod([R[index] for index in relative])), relative))
+    return order
+
+
+def tree_of(paths: Sequence[tuple[int, ...]]) -> Tree:
+    """Returns the tree whose nodes have these paths of child indices from the root."""
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    number = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
+    return Tree(tuple(number[path[:-1]] for path in ordered))
 
 
 def check_positive(**values: int) -> None:

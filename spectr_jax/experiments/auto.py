@@ -18,7 +18,7 @@ import numpy as np
 from spectr_jax import transport
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Tree, optimal_order, tree_of
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.experiments.call_parts import Times, call_time, counted, measure_times, on_chains
 from spectr_jax.experiments.config import auto_config
@@ -254,10 +254,8 @@ def _searched(
 def _optimal_trees(R: list[float], size: int, height: int) -> dict[str, Tree]:
     """Returns the optimal trees of 1, 2, ... nodes by name."""
     most = min(size, sum(len(R) ** level for level in range(1, height + 1)))
-    order = tree_search.optimal_order(R, most, height)
-    return {
-        f"optimal of {number}": tree_search.tree_of(order[:number]) for number in range(1, most + 1)
-    }
+    order = optimal_order(R, most, height)
+    return {f"optimal of {number}": tree_of(order[:number]) for number in range(1, most + 1)}
 
 
 def to_try(config: ml_collections.ConfigDict, predicted: list[Candidate]) -> list[Candidate]:

@@ -18,7 +18,7 @@ import tqdm
 
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
-from spectr_jax.decoding.tree import Tree
+from spectr_jax.decoding.tree import Tree, optimal_order, optimal_tree, tree_of
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import drawing, ersd
 from spectr_jax.experiments.measure import measurement, report
@@ -97,7 +97,7 @@ def run(
         ersd.write_figures(acceptance, target.model.vocab_size, workdir)
     for name, R in acceptance.R.items():
         size = min(config.sizes, key=lambda size: abs(size - 16))
-        tree = tree_search.optimal_tree(R, size)
+        tree = optimal_tree(R, size)
         nodes = acceptance.nodes[name, "optimal"]
         mean = dict(zip(nodes.paths, nodes.accepted.mean(axis=0), strict=True))
         accepted = [1.0, *(mean[tree.path(node)] for node in range(1, size + 1))]
@@ -144,7 +144,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         contenders = {}
         for (name, shape), paths in orders.items():
             # Any tree will do, because the plan's acceptance is measured.
-            method = dataclasses.replace(get_method(name), tree=tree_search.tree_of(paths))
+            method = dataclasses.replace(get_method(name), tree=tree_of(paths))
             contender = Contender(method, bench.drafts[0], observe_nodes)
             contenders[f"acceptance of {name}, {shape}"] = contender
         measured = bench.measure_all(contenders, config.seeds)
@@ -166,9 +166,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         name: tree_search.descending(nodes[name, "batch"].accepted.mean(axis=0).tolist())
         for name in distinct
     }
-    measure_nodes(
-        {(name, "optimal"): tree_search.optimal_order(R[name], size) for name in distinct}
-    )
+    measure_nodes({(name, "optimal"): optimal_order(R[name], size) for name in distinct})
     carriers = {}
     if iid:
         walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
@@ -234,10 +232,10 @@ def _shapes(
     if rule != rules.RACE or name not in acceptance.R:
         del trees["chain"]  # One draft per node is speculative decoding.
     if name in acceptance.R:
-        trees["optimal"] = tree_search.optimal_tree(acceptance.R[name], size)
+        trees["optimal"] = optimal_tree(acceptance.R[name], size)
     elif acceptance.R:
         other, R = next(iter(acceptance.R.items()))
-        trees[f"{other}'s optimal"] = tree_search.optimal_tree(R, size)
+        trees[f"{other}'s optimal"] = optimal_tree(R, size)
     return trees
 
 

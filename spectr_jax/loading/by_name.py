@@ -20,12 +20,12 @@ from flax import nnx
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models import llama, transformer
+from spectr_jax.models.bigram import Bigram
 from spectr_jax.models.formats.published import EMBEDDED, PUBLISHED
 from spectr_jax.models.formats.runs import TOKENIZER, open_run
 from spectr_jax.models.frozen import Trained
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
-from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
 from spectr_jax.utils.errors import UserError, check_device, unknown
@@ -114,7 +114,9 @@ def _quantizing(loader: Loader) -> Loader:
         trained = loader(name, "float32" if dtype == "int8" else dtype)
         if not isinstance(trained, Trained):
             raise UserError(f"{name!r}: its loader returns {trained!r:.40}; return a Trained")
-        return trained._replace(model=quantize(trained.model)) if dtype == "int8" else trained
+        if dtype != "int8" or isinstance(trained.model, Bigram):  # It has no products.
+            return trained
+        return trained._replace(model=quantize(trained.model))
 
     return load_any
 
@@ -213,7 +215,7 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
 
     model, tokenizer_digest = load_weights(path, dtype)
     name = path.name.removesuffix(SUFFIX)
-    if isinstance(model, Llama):
+    if not isinstance(model, Transformer):
         return Trained(name, model, VocabularyOf(name, tokenizer_digest, model.vocab_size))
     tokenizer = Tokenizer(path.with_name("tokenizer.model"))
     if digest(tokenizer.proto) != tokenizer_digest:

@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import safetensors.flax
 import safetensors.numpy
 from flax import nnx
 
-from spectr_jax.models import llama, transformer
+from spectr_jax.models import bigram, llama, transformer
+from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -24,17 +25,24 @@ from spectr_jax.utils.errors import UserError, unknown
 from spectr_jax.utils.files import check_fetched, digest, parse_json
 
 FORMAT = "spectr_jax/1"
-LLAMA = "llama"
 STORED = ("bfloat16", "int8")
 SUFFIX = ".safetensors"
 SCALE = ":scale"
 EXPORT = "export_sha256"
 """Metadata key whose value all parts of one export share. Older files lack it."""
 
+AnyStored: TypeAlias = Transformer | Llama | Bigram
+FAMILIES: dict[str | None, tuple[type, type, Any]] = {
+    None: (Transformer, TransformerConfig, transformer.abstract),
+    "llama": (Llama, LlamaConfig, llama.abstract),
+    "bigram": (Bigram, BigramConfig, bigram.abstract),
+}
+"""The class, the class of its config, and the abstract state of each value of `family`."""
+
 
 def save_weights(
     path: pathlib.Path,
-    model: Transformer | Llama,
+    model: AnyStored,
     tokenizer_proto: bytes | str,
     notes: dict[str, Any],
     dtype: str = "bfloat16",
@@ -61,9 +69,10 @@ def save_weights(
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
     proto = tokenizer_proto
+    family = next(name for name, (kind, *_) in FAMILIES.items() if isinstance(model, kind))
     metadata = {
         "format": FORMAT,
-        **({"family": LLAMA} if isinstance(model, Llama) else {}),
+        **({"family": family} if family else {}),
         "model": json.dumps(dataclasses.asdict(model.config)),
         "tokenizer_sha256": proto if isinstance(proto, str) else digest(proto),
         "notes": json.dumps(notes),
@@ -110,7 +119,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     return [whole] if whole.is_file() else _found_parts(path)
 
 
-def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transformer | Llama, str]:
+def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[AnyStored, str]:
     """Reads a model for decoding, without dropout.
 
     Args:
@@ -126,9 +135,9 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
     """
     try:
         metadata, arrays = _read(path)
-        fields, is_llama = parse_json(metadata["model"]), metadata.get("family") == LLAMA
-        fields |= {"dtype": dtype} if is_llama else {"dtype": dtype, "dropout": 0.0}
-        config: Any = (LlamaConfig if is_llama else TransformerConfig)(**fields)
+        kind, config_kind, abstract = FAMILIES[metadata.get("family")]
+        dropout = {"dropout": 0.0} if kind is Transformer else {}
+        config: Any = config_kind(**parse_json(metadata["model"]) | {"dtype": dtype} | dropout)
         tokenizer = metadata["tokenizer_sha256"]
     except UserError:
         raise
@@ -137,7 +146,7 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it "
             "again"
         ) from error
-    graphdef, state = (llama if is_llama else transformer).abstract(config)
+    graphdef, state = abstract(config)
     wanted = named_leaves(state)
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
     if {name: array.shape for name, array in arrays.items()} != shapes:
@@ -145,6 +154,10 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[Transforme
             f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
             "export it again"
         )
+    for name, array in arrays.items():
+        if array.dtype.kind in "iu" and not np.all((array >= 0) & (array < config.vocab_size)):
+            outside = f"{name} has tokens outside 0..{config.vocab_size - 1}"
+            raise UserError(f"{str(path)!r}: {outside}; fetch or export it again")
     leaves = {
         name: jnp.asarray(arrays[name], dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else None)
         for name, leaf in wanted.items()

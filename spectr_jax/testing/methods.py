@@ -224,7 +224,7 @@ def _decode(
     # Self-speculation drafts with the target's first layers.
     models = (
         TableModel(table, exits=(draft,) * getattr(method.drafter, "layers", 1)),
-        TableModel(draft),
+        TableModel(draft) if method.needs_draft else None,
     )
     own = None
     if draft_temperature is not None:

@@ -46,6 +46,8 @@ METHODS = {
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
     "lookup L=3": ("lookup", {"draft_length": 3}),
     "lookup tree 3,2,1": ("lookup", {"tree": "3,2,1", "max_ngram": 2}),
+    "recycle tree 3,1,1": ("recycle", {"tree": "3,1,1"}),
+    "recycle without copies": ("recycle", {"tree": "2,2", "max_ngram": 0, "ranks": 2}),
     "self_speculative": ("self_speculative", {"method": "otm_block", "tree": "2,2,1"}),
 }
 
@@ -73,6 +75,7 @@ every_method = _cases(METHODS)
 SHAPED = (
     *("spectr K=2 L=5", "otm tree 3,2,1", "gbv_conditional tree 2,2,1", "otm_layer wide"),
     *("gsd wide", "traversal wide", "ersd wide", "lookup tree 3,2,1"),
+    "recycle tree 3,1,1",
 )
 """Cases that run with limits such as top-k. Policies act before methods, so a few cases suffice."""
 
@@ -115,7 +118,7 @@ def test_a_second_call_compiles_nothing(case):
     checks.check_compilations(_method(case), _method(case), _policy(case))
 
 
-MAY_REFUSE = ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup")
+MAY_REFUSE = ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup", "recycle")
 """Methods that may reject drafts even if the draft model is the target."""
 
 

@@ -14,7 +14,7 @@ from spectr_jax import transport
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.methods import METHODS
-from spectr_jax.decoding.tree import batch, chain, parse
+from spectr_jax.decoding.tree import batch, chain, optimal_order, parse, tree_of
 from spectr_jax.experiments import trees
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import ersd
@@ -25,7 +25,7 @@ from spectr_jax.experiments.measure.acceptance import (
     observe_nodes,
 )
 from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning import prediction
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
 from spectr_jax.utils.errors import UserError
@@ -104,8 +104,8 @@ def _synthetic(size):
     nodes = {}
     for name, pmf in R.items():
         for shape in ersd.STRATEGIES:
-            paths = tree_search.optimal_order(pmf, size) if shape == "optimal" else None
-            tree = trees._fixed_shapes(size)[shape] if paths is None else tree_search.tree_of(paths)
+            paths = optimal_order(pmf, size) if shape == "optimal" else None
+            tree = trees._fixed_shapes(size)[shape] if paths is None else tree_of(paths)
             paths = paths or [tree.path(node) for node in range(1, size + 1)]
             accepted = np.array([np.prod([pmf[rank] for rank in path]) for path in paths])
             nodes[name, shape] = Nodes(paths, np.array([accepted, accepted]))

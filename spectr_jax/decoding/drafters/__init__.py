@@ -10,4 +10,4 @@ from spectr_jax.decoding.drafters.base import without_p as without_p
 from spectr_jax.decoding.drafters.draft_model import DraftModel as DraftModel
 from spectr_jax.decoding.drafters.early_exit import EarlyExit as EarlyExit
 from spectr_jax.decoding.drafters.feature_model import FeatureModel as FeatureModel
-from spectr_jax.decoding.drafters.lookup import Lookup as Lookup
+from spectr_jax.decoding.drafters.recall import Recall as Recall

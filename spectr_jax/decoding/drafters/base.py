@@ -102,6 +102,11 @@ class Drafter(abc.ABC):
     needs_model: ClassVar[bool] = False
     draws: ClassVar[bool] = False
 
+    @property
+    def takes_model(self) -> bool:
+        """Returns whether it uses a draft model if there is one; by default, if it needs one."""
+        return self.needs_model
+
     def check(self, target: Frozen, draft: Frozen | None) -> None:  # noqa: B027
         """Raises `UserError` unless the models fit this drafter; by default all do."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spectr_jax.experiments.planning.tree_search import optimal_order
+from spectr_jax.decoding.tree import optimal_order
 
 
 def entropy(R: Sequence[float]) -> float:

@@ -14,8 +14,7 @@ import numpy as np
 
 from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import ends
-from spectr_jax.decoding.tree import Tree
-from spectr_jax.experiments.planning.tree_search import tree_of
+from spectr_jax.decoding.tree import Tree, tree_of
 from spectr_jax.transport import rules
 
 

@@ -7,7 +7,6 @@ order). I.i.d. drafts are exchangeable, and several may carry the accepted token
 accepted token.
 """
 
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -32,59 +31,6 @@ def expected_tokens(tree: Tree, R: Sequence[float]) -> float:
     for node in range(1, tree.size + 1):
         accepted.append(accepted[tree.parent[node]] * R[tree.sibling_rank[node]])
     return float(sum(accepted))
-
-
-def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
-    """Returns the tree of `size` nodes and at most `height` that maximises `expected_tokens`.
-
-    Source: ERSD, Algorithm 3.
-
-    Raises:
-      UserError: R does not descend, or is too short for a tree of that size and height.
-    """
-    return tree_of(optimal_order(R, size, height))
-
-
-def optimal_order(
-    R: Sequence[float], size: int, height: int | None = None
-) -> list[tuple[int, ...]]:
-    """Returns the nodes of `optimal_tree`, likeliest first, as child indices from the root.
-
-    The first n nodes are the optimal tree of n nodes. The search is ERSD's Algorithm 3, with a
-    priority queue: O(N log N).
-
-    Raises:
-      UserError: R does not descend, or is too short for a tree of that size and height.
-    """
-    check_positive(size=size)
-    if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
-        raise UserError(
-            f"R={list(R)}: must descend within [0, 1]; give the acceptance by child index, "
-            "through `descending` if it is noisy"
-        )
-    order: list[tuple[int, ...]] = []
-    queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
-    while len(order) < size:
-        if not queue:
-            raise UserError(
-                f"size={size}: is too large for {len(R)} children per node and height={height}; "
-                "lower it"
-            )
-        _, node = heapq.heappop(queue)
-        order.append(node)
-        relatives = [(*node[:-1], node[-1] + 1)] if node[-1] + 1 < len(R) else []
-        if height is None or len(node) < height:
-            relatives.append((*node, 0))
-        for relative in relatives:
-            heapq.heappush(queue, (-float(np.prod([R[index] for index in relative])), relative))
-    return order
-
-
-def tree_of(paths: Sequence[tuple[int, ...]]) -> Tree:
-    """Returns the tree whose nodes have these paths of child indices from the root."""
-    ordered = sorted(paths, key=lambda path: (len(path), path))
-    number = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
-    return Tree(tuple(number[path[:-1]] for path in ordered))
 
 
 def descending(R: Sequence[float]) -> list[float]:

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from spectr_jax.decoding.tree import optimal_order, optimal_tree
 from spectr_jax.experiments.figures import tunstall
-from spectr_jax.experiments.planning.tree_search import expected_tokens, optimal_order, optimal_tree
+from spectr_jax.experiments.planning.tree_search import expected_tokens
 
 
 def test_the_entropy_includes_the_missing_mass():

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spectr_jax.decoding.tree import Tree, batch, chain, prefix_tree
+from spectr_jax.decoding.tree import Tree, batch, chain, optimal_tree, prefix_tree
 from spectr_jax.experiments.planning import tree_search
 from spectr_jax.utils.errors import UserError
 
@@ -39,13 +39,13 @@ def test_no_tree_beats_the_optimal_tree(size, height):
     for _ in range(10):
         R = _random_R(rng, 6)
         best = max(tree_search.expected_tokens(tree, R) for tree in trees)
-        found = tree_search.optimal_tree(R, size, height)
+        found = optimal_tree(R, size, height)
         assert tree_search.expected_tokens(found, R) == pytest.approx(best, abs=1e-12)
 
 
 def test_extreme_acceptance_gives_a_chain_or_a_batch():
-    assert tree_search.optimal_tree([0.9, 0.05], 5) == chain(5)
-    assert tree_search.optimal_tree([0.21, 0.2, 0.2, 0.19], 4) == batch(4)
+    assert optimal_tree([0.9, 0.05], 5) == chain(5)
+    assert optimal_tree([0.21, 0.2, 0.2, 0.19], 4) == batch(4)
 
 
 def test_expected_tokens_of_known_trees_are_exact():
@@ -108,10 +108,10 @@ def test_noisy_acceptance_is_made_descending():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tree_search.optimal_tree([0.2, 0.3], 4), r"R=\[0\.2, 0\.3\]"),
-        (lambda: tree_search.optimal_tree([], 4), r"R=\[\]"),
-        (lambda: tree_search.optimal_tree([0.5], 4, 2), "size=4"),
-        (lambda: tree_search.optimal_tree([0.5], 0), "size=0"),
+        (lambda: optimal_tree([0.2, 0.3], 4), r"R=\[0\.2, 0\.3\]"),
+        (lambda: optimal_tree([], 4), r"R=\[\]"),
+        (lambda: optimal_tree([0.5], 4, 2), "size=4"),
+        (lambda: optimal_tree([0.5], 0), "size=0"),
         (lambda: tree_search.expected_tokens(batch(3), [0.5, 0.2]), r"R=\[0\.5, 0\.2\]"),
         (lambda: tree_search.best_prefix_tree(_carriers(4), 5, 2), r"tree=\(5,\)"),
         (lambda: tree_search.expected_tokens_iid((3, 2), _carriers(4)), r"tree=\(3, 2\)"),

@@ -1,5 +1,6 @@
 """Prompt lookup: the drafted tokens, their acceptance, and calls without drafts."""
 
+import functools
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Method, Policy, get_method
-from spectr_jax.decoding.drafters import Lookup
+from spectr_jax.decoding.drafters import Recall
+from spectr_jax.decoding.drafters.recall import LATER, MATCHED, RANKED, UNRANKED
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import FromTarget, TokenByToken
@@ -20,70 +22,98 @@ from spectr_jax.utils.errors import UserError
 PADDED = 24
 
 
-def _by_hand(lookup, tree, tokens):
-    """Returns the drafts, found by a search through all earlier occurrences."""
-    length, found = len(tokens), []
-    for place in range(1, length):
-        match, most = 0, min(lookup.max_ngram, place)
-        while match < most and tokens[place - 1 - match] == tokens[length - 1 - match]:
-            match += 1
-        if match >= lookup.min_ngram:
-            copied = tokens[place:]
-            follow = [copied[depth % len(copied)] for depth in range(tree.height)]
-            found.append((match, place, follow))
-    found.sort(reverse=True)
+def _matched(tokens, place, most):
+    """Returns how many tokens before `place` equal the last tokens."""
+    match = 0
+    while match < min(most, place) and tokens[place - 1 - match] == tokens[-1 - match]:
+        match += 1
+    return match
+
+
+def _candidates(drafter, tokens, table, count):
+    """Returns the best candidates for the next token, by a search through all earlier places."""
+    places = [
+        (_matched(tokens, place, drafter.max_ngram), place) for place in range(1, len(tokens))
+    ]
+    copies = []
+    for match, place in sorted(places, reverse=True):
+        if match >= drafter.min_ngram and tokens[place] not in [token for token, _ in copies]:
+            copies.append((tokens[place], match))
+    ranked = [] if table is None else table[tokens[-1]].tolist()
+    scores = {}
+    for number, (token, match) in enumerate(copies[:count]):
+        of_rank = RANKED[ranked.index(token)] if token in ranked else UNRANKED
+        scores[token] = MATCHED[match] + LATER * (number > 0) + of_rank
+    for token, of_rank in zip(ranked, RANKED, strict=False):
+        if token >= 0:
+            scores.setdefault(token, MATCHED[0] + of_rank)
+    return sorted(scores, key=lambda token: -scores[token])[:count]
+
+
+def _by_hand(drafter, tree, tokens, table=None):
     drafts, spelled = [-1] * (tree.size + 1), [None] * (tree.size + 1)
-    spelled[0] = []
-    for node in range(1, tree.size + 1):
-        parent, depth = int(tree.parent[node]), int(tree.depth[node])
-        if spelled[parent] is None:
-            continue
-        siblings = [drafts[other] for other in range(1, node) if tree.parent[other] == parent]
-        follow = [copy[depth - 1] for *_, copy in found if copy[: depth - 1] == spelled[parent]]
-        drafts[node] = next((token for token in follow if token not in siblings), -1)
-        spelled[node] = None if drafts[node] < 0 else [*spelled[parent], drafts[node]]
+    spelled[0] = tokens
+    for node in range(tree.size + 1):
+        children = [child for child in tree.children_table[node].tolist() if child >= 0]
+        if children and spelled[node] is not None:
+            level = tree.levels[tree.depth[node] + 1]
+            most = int(tree.sibling_rank[level].max()) + 1
+            found = _candidates(drafter, spelled[node], table, most)
+            for child, token in zip(children, found, strict=False):
+                drafts[child], spelled[child] = token, [*spelled[node], token]
     return drafts[1:]
 
 
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ("chain:5", {}),
-        ("3x3", {"max_ngram": 2}),
+        ("chain:5", {"ranks": 0}),
+        ("3x3", {"max_ngram": 2, "ranks": 0}),
+        ("2,2", {"max_ngram": 4, "min_ngram": 2, "ranks": 0}),
+        ("3,2,1", {"ranks": 0}),
         ("3,2,1", {}),
-        ("2,2", {"max_ngram": 4, "min_ngram": 2}),
-        ("2,1", {"max_ngram": 11}),
-        ("2,1", {"max_ngram": 1000, "min_ngram": 2}),
+        ("recall:7", {"max_ngram": 3, "min_ngram": 2, "ranks": 3}),
+        ("3,1", {"max_ngram": 0, "ranks": 2}),
+        ("4", {"max_ngram": 1, "ranks": 1}),
     ],
 )
-def test_lookup_drafts_the_tokens_after_earlier_occurrences(shape, options):
+def test_the_drafts_are_the_best_candidates(shape, options):
     """Tokens at `length` and later continue the pattern here, and must be ignored."""
-    tree, lookup, rng = parse(shape), Lookup(**options), np.random.default_rng(0)
-    lengths = rng.integers(1, 16, 300)
-    rows = rng.integers(0, 3, (300, PADDED)).astype(np.int32)
+    tree, drafter, rng = parse(shape), Recall(**options), np.random.default_rng(0)
+    lengths, V = rng.integers(1, 16, 300), 5
+    rows = rng.integers(0, V, (300, PADDED)).astype(np.int32)
     rows[:20] = np.arange(PADDED) % 3
-    drafts = jax.jit(jax.vmap(lambda tokens, length: lookup.copied(tree, tokens, length)))(
-        rows, lengths
-    )
-    prefixes = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-    expected = [_by_hand(lookup, tree, prefix) for prefix in prefixes]
+    rows[20:100] %= 2
+    tables = rng.permuted(np.tile(np.arange(8), (len(rows), V, 1)), axis=-1)[..., : drafter.ranks]
+    tables = np.where(tables < V, tables, -1).astype(np.int32)
+    table_axis = 0 if drafter.ranks else None
+    tables = tables if drafter.ranks else None
+    recalled = jax.vmap(functools.partial(drafter.recalled, tree), in_axes=(0, 0, table_axis))
+    drafts = jax.jit(recalled)(rows, lengths, tables)
+    expected = [
+        _by_hand(
+            drafter, tree, rows[i, : lengths[i]].tolist(), None if tables is None else tables[i]
+        )
+        for i in range(len(rows))
+    ]
     np.testing.assert_array_equal(drafts, expected)
-    assert (np.array(expected) >= 0).any() and (np.array(expected) < 0).any()
+    assert (np.array(expected) >= 0).any()
+    assert (np.array(expected) < 0).any() == (drafter.ranks < 8)  # Eight ranks know all tokens.
 
 
 def test_a_large_max_ngram_does_not_enlarge_the_program():
     def size(max_ngram):
-        lookup, tree = Lookup(max_ngram), parse("chain:2")
-        traced = jax.make_jaxpr(lambda tokens: lookup.copied(tree, tokens, 9))(
+        drafter, tree = Recall(max_ngram), parse("chain:2")
+        traced = jax.make_jaxpr(lambda tokens: drafter.recalled(tree, tokens, 9))(
             np.zeros(2000, np.int32)
         )
         return len(str(traced))
 
-    assert size(1500) < size(100) + 50
+    assert size(64) < size(10) + 50
 
 
 def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():
-    lookup, tree = Lookup(), parse("chain:4")
+    lookup, tree = Recall(), parse("chain:4")
     for tokens, drafts in (
         ([7], [-1] * 4),
         ([5, 6, 7], [-1] * 4),
@@ -95,7 +125,7 @@ def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():
         ([4, 2, 5, 1, 9, 2, 5, 2, 4, 2, 5], [1, 9, 2, 5]),
     ):
         padded = np.pad(np.array(tokens, np.int32), (0, 12 - len(tokens)))
-        assert lookup.copied(tree, padded, len(tokens)).tolist() == drafts, tokens
+        assert lookup.recalled(tree, padded, len(tokens)).tolist() == drafts, tokens
 
 
 def test_acceptance_is_the_target_probability_of_the_drafts():
@@ -166,15 +196,15 @@ def test_only_methods_that_draft_with_a_model_need_one():
     ("make", "message"),
     [
         (lambda: get_method("lookup", max_ngram=0), "max_ngram=0"),
-        (lambda: get_method("lookup", min_ngram=4), "min_ngram=4: must be at most max_ngram=3"),
+        (lambda: get_method("lookup", max_ngram=3, min_ngram=4), "min_ngram=4: must be"),
         (lambda: get_method("self_speculative", method="lookup"), "FromTarget does not verify"),
         (
             lambda: Method("mine", parse("2"), FromTarget()),
             "FromTarget does not verify drafts of Dra",
         ),
         (
-            lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Lookup()),
-            r"TokenByToken does not verify drafts of Lookup\(max_ngram=3",
+            lambda: Method("mine", parse("2"), TokenByToken(get("naive")), drafter=Recall()),
+            r"TokenByToken does not verify drafts of Recall\(max_ngram=16",
         ),
     ],
 )
