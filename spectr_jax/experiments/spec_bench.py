@@ -53,8 +53,8 @@ class Setup(NamedTuple):
 
     config: ml_collections.ConfigDict
     tokenizer: AnyTokenizer
-    models: tuple[Frozen, Frozen | None]  # The target and its draft.
-    methods: dict[str, Method]  # By label.
+    target: Frozen
+    methods: dict[str, tuple[Method, Frozen | None]]  # By label, with the draft model or table.
     compiled: set[tuple[str, int]]
 
 
@@ -71,13 +71,20 @@ def run(
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
     check_table(config, workdir, NAME)
-    needed = (config.draft,) if any(method.needs_draft for method in methods.values()) else ()
-    if not needed and config.draft not in ("", spec_bench_config().draft):
-        raise UserError(f"draft={config.draft!r}: none of the methods uses one; leave it out")
-    target, drafts = load_pair(config.target, needed, config.dtype)
+    names = {label: _draft_of(method, config) for label, method in methods.items()}
+    for field in ("draft", "table"):
+        if config[field] not in ("", spec_bench_config()[field], *names.values()):
+            raise UserError(
+                f"{field}={config[field]!r}: none of the methods uses one; leave it out"
+            )
+    used = tuple(dict.fromkeys(filter(None, names.values())))
+    target, drafts = load_pair(config.target, used, config.dtype)
     check_room(config, questions, [target, *drafts])
-    models = freeze(target), freeze(drafts[0]) if drafts else None
-    setup = Setup(config, target.tokenizer, models, methods, set())
+    frozen = {"": None, **dict(zip(used, map(freeze, drafts), strict=True))}
+    contenders = {label: (method, frozen[names[label]]) for label, method in methods.items()}
+    for method, draft in contenders.values():
+        method.drafter_for(draft).check(freeze(target), draft)
+    setup = Setup(config, target.tokenizer, freeze(target), contenders, set())
     inputs = digest(json.dumps(questions).encode())[:16]
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again, inputs)
     rows: list[dict[str, Any]] = []
@@ -94,6 +101,13 @@ def run(
     title = f"Speedup by task, {target.name}"
     result = {"title": title, "questions": len(questions), "rows": rows}
     return journal.finish(result, markdown, plot)
+
+
+def _draft_of(method: Method, config: ml_collections.ConfigDict) -> str:
+    """Returns the name of the draft model or table that a method uses; "" for none."""
+    if method.needs_draft:
+        return str(config.draft)
+    return str(config.table) if method.takes_draft else ""
 
 
 def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
@@ -204,7 +218,8 @@ def converse(
         start, length = len(prompt), _padded(len(prompt))
         tokens = np.zeros((1, length), np.int32)
         tokens[0, :start] = prompt
-        decoder = jax.random.fold_in(key, number), setup.methods[label], *setup.models
+        method, draft = setup.methods[label]
+        decoder = jax.random.fold_in(key, number), method, setup.target, draft
         observe = observe_positions(length + new_tokens)
         arguments: Any = (*decoder, tokens, [start], new_tokens, policy, observe)
         if (label, length) not in setup.compiled:
@@ -281,8 +296,12 @@ def markdown(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         tables += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
     questions = pathlib.PurePath(config["questions"]).name
-    drafted = any(method_of(spec).needs_draft for spec in config["methods"])
-    draft = f"draft `{config['draft']}`, " if drafted else ""
+    methods = [method_of(spec) for spec in config["methods"]]
+    used = {
+        "draft": any(method.needs_draft for method in methods),
+        "table": any(method.takes_draft and not method.needs_draft for method in methods),
+    }
+    draft = "".join(f"{kind} `{config[kind]}`, " for kind, drafted in used.items() if drafted)
     header = ["Published for Spec-Bench", "Model, hardware", "Speedup", "Source"]
     cited = [
         [name, model, f"{speed:.2f}", source] for name, model, speed, source in paper.SPEC_BENCH

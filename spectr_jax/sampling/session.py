@@ -21,7 +21,7 @@ from spectr_jax.models.frozen import Frozen, TooLong, check_context, freeze
 from spectr_jax.sampling.trace import Recorded, read_calls, recorder
 from spectr_jax.utils.errors import UserError
 
-DEFAULT_DRAFT = "2m"
+DEFAULT_DRAFT, DEFAULT_TABLE = "2m", "smollm2-bigram"
 ROUNDS = 5
 """Timed runs of a method and of the baseline, in turns, after one untimed run of each."""
 PARTIAL = "\ufffd"
@@ -84,7 +84,8 @@ def open_session(
       method: None chooses one that beats the baseline with the default models on a CPU, or the
         baseline if there is no draft.
       target: any name that `load` takes.
-      draft: likewise. None means `DEFAULT_DRAFT` if it fits the target, and no draft otherwise.
+      draft: likewise. None means `DEFAULT_DRAFT` if it fits the target, and no draft otherwise. For
+        `recycle` it is a table, by default `DEFAULT_TABLE` for SmolLM2.
       logprobs: whether `decode` returns log-probabilities of each token.
       stop: strings before which a continuation ends.
 
@@ -98,13 +99,16 @@ def open_session(
     missing = UserError(
         f"method {wanted.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
     )
-    if draft is not None and not wanted.needs_draft:
+    if draft is None and wanted.takes_draft and target == SMOLLM2 and not wanted.needs_draft:
+        draft = DEFAULT_TABLE
+    if draft is not None and not wanted.takes_draft:
         problem = f"method {wanted.name!r} uses no draft model; leave it out"
         raise UserError(f"--draft={draft}: {problem}")
-    if not wanted.needs_draft:
-        loaded, drafts = load_alone(target, dtype), None
-    elif draft is not None:
+    if draft is not None:
         loaded, (drafts,) = load_pair(target, (draft,), dtype)
+        wanted.drafter_for(freeze(drafts)).check(freeze(loaded), freeze(drafts))
+    elif not wanted.needs_draft:
+        loaded, drafts = load_alone(target, dtype), None
     elif method and others:  # Before anything is loaded.
         raise missing
     else:

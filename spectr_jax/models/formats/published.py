@@ -12,6 +12,7 @@ PUBLISHED = {
     "97m": EMBEDDED / "target_97m",
     "smollm2-draft": EMBEDDED / "smollm2_eagle",
     "smollm2-6m": EMBEDDED / "smollm2_6m",
+    "smollm2-bigram": EMBEDDED / "smollm2_bigram",
 }
 """Path of each trained model by name. A clone has all of them; a wheel has all but `97m`."""
 
