@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from spectr_jax.decoding import Method, Policy, get_method
-from spectr_jax.decoding.drafters import Recall
-from spectr_jax.decoding.drafters.recall import LATER, MATCHED, RANKED, UNRANKED
+from spectr_jax.decoding.drafters import Recall, Sequences, Verified
+from spectr_jax.decoding.drafters.recall import LATER, MATCHED, RANKED, UNRANKED, likeliest
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.tree import parse
 from spectr_jax.decoding.verifiers import FromTarget, TokenByToken
+from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.table import TableModel, random_table
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.transport import get
 from spectr_jax.utils.errors import UserError
 
@@ -186,16 +188,112 @@ def test_lookup_accepts_all_drafts_of_a_repeated_cycle():
     assert made.target_calls[0] == 5 + 45 // 5
 
 
+def _state_after(drafted, path, emitted, logits):
+    """Returns the table of one sequence of four tokens after a call; all its tokens were unknown."""
+    drafter, V = Recall(ranks=2), logits.shape[-1]
+    verified = Verified(
+        drafted=jnp.array([drafted]),
+        logits=jnp.asarray(logits)[None],
+        features=None,
+        path=jnp.array([path]),
+        lengths_before=jnp.array([4]),
+        after=Sequences(tokens=jnp.zeros((1, 9), jnp.int32), lengths=jnp.array([4 + emitted])),
+    )
+    table = jnp.full((1, V, 2), -1, jnp.int32)
+    return np.asarray(drafter.commit(None, table, verified))[0]
+
+
+def test_a_call_stores_what_the_target_ranked_first_after_each_scored_token():
+    """Nodes 1 and 3 have one token: the accepted one counts, or else the last."""
+    logits = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    logits[2, 1:] = -np.inf  # One token has a finite logit.
+    drafted, top = [5, 2, 3, 2, -1], np.argsort(-logits)[:, :2]
+    for path, emitted, node in (([1, 0], 2, 1), ([2, 3], 3, 3), ([1, 0], 1, 3)):
+        table = _state_after(drafted, path, emitted, logits)
+        expected = np.full((6, 2), -1)
+        expected[5], expected[2], expected[3, 0] = top[0], top[node], 0
+        np.testing.assert_array_equal(table, expected)
+
+
+def test_recycled_tokens_are_those_that_the_target_ranked_first_the_last_time():
+    """Replays each call. Of equal tokens, the accepted draft counts, then the root, then the rest."""
+    table, rows, known = random_table(2, 6), 200, 0
+    method = get_method("recycle", tree="2", max_ngram=0, ranks=2)
+
+    def drafts(call):
+        return (jnp.arange(40) == call.scored.length)[:, None] * (call.scored.tokens[1:] + 1)
+
+    prompts = np.random.default_rng(0).integers(0, 6, (rows, 2))
+    arguments = TableModel(table), None, prompts, [2] * rows, 20
+    made = generate(jax.random.key(0), method, *arguments, observe=drafts)
+    drafted, ranked = np.asarray(made.observed) - 1, np.argsort(-table)[..., :2]
+    for row in range(rows):
+        tokens, place, stored = made.tokens[row].tolist(), 2, {}
+        while place < int(made.lengths[row]):
+            before, last, token = tokens[place - 2 : place + 1]
+            children = stored.get(last, np.array([-1, -1]))
+            np.testing.assert_array_equal(drafted[row, place], children)
+            known += last in stored
+            accepted = token in children
+            stored |= {child: ranked[last, child] for child in children.tolist() if child >= 0}
+            stored[last] = ranked[before, last]
+            if accepted:
+                stored[token] = ranked[last, token]
+            place += 1 + accepted
+    assert known > rows
+
+
+def test_a_bigram_model_starts_the_table():
+    """The target repeats a cycle, which the table knows: each call accepts all drafts."""
+    V = 5
+    cycle = np.full((V, V, V), 0.01)
+    for token in range(V):
+        cycle[:, token, (token + 1) % V] = 0.96
+    table = Bigram(BigramConfig(V, ranks=2, context=128))
+    following = (np.arange(V)[:, None] + [1, 3]) % V
+    table.tokens = Constant(jnp.asarray(following, jnp.uint16))
+    method = get_method("recycle", tree="chain:4")
+    calls = []
+    for draft in (table, None):
+        arguments = TableModel(cycle), draft, [[0]], [1], 10, Policy(0.0)
+        made = generate(jax.random.key(0), method, *arguments)
+        assert np.asarray(made.tokens)[0, :11].tolist() == [token % V for token in range(11)]
+        calls.append(int(made.target_calls[0]))
+    assert calls == [2, 6]
+
+
+@pytest.mark.parametrize("V", [5, 700, 1_500, 49_152])
+def test_likeliest_finds_the_largest_logits(V):
+    """With 8 ranks and more than 1,024 tokens, a CPU looks into blocks."""
+    logits = np.random.default_rng(0).standard_normal((3, 4, V)).astype(np.float32)
+    logits[0, 0] = -np.inf
+    logits[0, 0, [4, 1]] = [0.5, 0.7]
+    logits[1, :, -1], logits[1, :, 3] = 9.0, 8.0
+    found, order = np.asarray(likeliest(jnp.asarray(logits), 8)), np.argsort(-logits, axis=-1)
+    expected = np.pad(order, ((0, 0), (0, 0), (0, 8)), constant_values=-1)[..., :8]
+    expected[0, 0] = [1, 4, *[-1] * 6]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_only_methods_that_draft_with_a_model_need_one():
-    names = ("baseline", "lookup", "self_speculative", "block", "otm_layer", "gsd")
+    names = ("baseline", "lookup", "self_speculative", "recycle", "block", "otm_layer", "gsd")
     needs = [get_method(name).needs_draft for name in names]
-    assert needs == [False, False, False, True, True, True]
+    assert needs == [False, False, False, False, True, True, True]
+    takes = [get_method(name).takes_draft for name in names]
+    assert takes == [False, False, False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: get_method("lookup", max_ngram=0), "max_ngram=0"),
+        (lambda: get_method("lookup", max_ngram=0), "max_ngram=0, ranks=0: nothing is drafted"),
+        (
+            lambda: get_method("lookup", max_ngram=65),
+            r"max_ngram=65: must be an integer in 0\.\.64",
+        ),
+        (lambda: get_method("recycle", ranks=-1), r"ranks=-1: must be an integer in 0\.\.64"),
+        (lambda: get_method("recycle", ranks=2.0), r"ranks=2\.0: must be an integer"),
+        (lambda: get_method("recycle", tree="recall:0"), r"tree='recall:0': size=0: must be"),
         (lambda: get_method("lookup", max_ngram=3, min_ngram=4), "min_ngram=4: must be"),
         (lambda: get_method("self_speculative", method="lookup"), "FromTarget does not verify"),
         (

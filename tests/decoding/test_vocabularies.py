@@ -17,8 +17,16 @@ from spectr_jax.decoding import Policy
 from spectr_jax.decoding.policy import shaping_of
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import parse
-from spectr_jax.decoding.verifiers import Block, Layer, MultiPath, TokenByToken, Traversal
+from spectr_jax.decoding.verifiers import (
+    Block,
+    FromTarget,
+    Layer,
+    MultiPath,
+    TokenByToken,
+    Traversal,
+)
 from spectr_jax.testing import chi_square
+from spectr_jax.transport import rules
 from spectr_jax.transport.draws import draw
 
 CALLS = {1_024: 100_000, 8_192: 20_000}
@@ -37,6 +45,7 @@ VERIFIERS = {
     "otm_layer": (Layer(16), "2x2"),
     "gbv": (MultiPath(), "2x2"),
     "traversal": (Traversal(), "2,1"),
+    "recycle": (FromTarget(), "2,1"),
 }
 
 
@@ -70,6 +79,11 @@ def _p_and_q(V):
 def _emitted(verifier, tree, keys, p, q):
     """Returns two tokens of each call; if a call emits one, the target draws the second."""
 
+    # Without a rule, any distinct drafts will do.
+    rule, drawn_from = verifier.rule or rules.WITHOUT_REPLACEMENT, p
+    if verifier.rule is None:
+        p = p[:0]
+
     def call(key):
         draft_key, verify_key, last_key = jax.random.split(key, 3)
         tokens = jnp.zeros(1, jnp.int32)
@@ -77,16 +91,16 @@ def _emitted(verifier, tree, keys, p, q):
             ranks = tree.inner_rank[tree.parent[nodes]]
             parents = ranks - ranks.min()
             at = tokens[np.unique(tree.parent[nodes])] % CONTEXTS
-            rule_key = verify_key if verifier.rule.shares_key else draft_key
+            rule_key = verify_key if rule.shares_key else draft_key
             level_key = jax.random.fold_in(rule_key, depth)
-            drawn = verifier.rule.draw(level_key, p[at], np.bincount(parents))
+            drawn = rule.draw(level_key, drawn_from[at], np.bincount(parents))
             tokens = jnp.concatenate([tokens, drawn[parents, tree.sibling_rank[nodes]]])
         scored = ScoredTree(
             tree=tree,
             shaping=shaping_of(Policy()),
             length=jnp.int32(0),
             tokens=tokens,
-            p=p[tokens[tree.inner] % CONTEXTS],
+            p=p if verifier.rule is None else p[tokens[tree.inner] % CONTEXTS],
             logits=jnp.log(q)[tokens % CONTEXTS],
         )
         chosen = verifier(verify_key, scored)
