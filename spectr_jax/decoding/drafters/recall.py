@@ -193,7 +193,7 @@ class Recall(Drafter):
     def _below(self, end: IntScalar, level: _Level, token: IntScalar) -> _Level:
         """Returns the state of a node below one whose path ends at `end`; its token is `token`."""
         place, longer = jnp.arange(len(level.tokens)), _shifted(level.matches) + 1
-        agree = (_shifted(level.tokens) == token) & (place > 0) & (place <= end) & (token >= 0)
+        agree = (_shifted(level.tokens) == token) & (place > 0) & (place <= end)
         return _Level(
             tokens=level.tokens.at[end].set(token),
             matches=jnp.where(agree, jnp.minimum(longer, self.max_ngram), 0),
@@ -205,8 +205,7 @@ class Recall(Drafter):
         """Returns the best `count` candidates for the token at `end`; -1 where there are no more."""
         T, last = len(tokens), tokens[end - 1]
         place = jnp.arange(T)
-        usable = (place < end) & (matches >= self.min_ngram)
-        priority = jnp.where(usable, matches * T + place, 0)
+        priority = jnp.where(matches >= self.min_ngram, matches * T + place, 0)
         copied, scores = [], []
         for number in range(count if self.max_ngram else 0):
             best = jnp.max(priority)
