@@ -1,7 +1,7 @@
 """Tabulates a target's likely next tokens, from which the method `recycle` starts.
 
-    python -m spectr_jax.tabulate --target=smollm2 --out=drafts/smollm2_bigram
-    python -m spectr_jax.tabulate --target=97m --text='corpus/train-*' --count=20000 --out=drafts/97m_bigram
+    python -m spectr_jax.tabulate --target=smollm2 --out=drafts
+    python -m spectr_jax.tabulate --target=97m --text='corpus/train-*' --count=20000 --out=drafts
 
 The first command takes 20 minutes on two CPU cores with bfloat16 products: SmolLM2 writes chats and
 scores them. Text is faster. What `spectr_jax.label` wrote can be given as text too; that command
@@ -21,7 +21,9 @@ _TEXT = flags.DEFINE_string(
     "Corpora, or folders that spectr_jax.label wrote, with commas between them. By default the "
     "target writes chats.",
 )
-_OUT = flags.DEFINE_string("out", None, "The path of the table, without a suffix.", required=True)
+_OUT = flags.DEFINE_string(
+    "out", None, "The folder that gets TARGET_bigram.safetensors.", required=True
+)
 _COUNT = flags.DEFINE_integer(
     "count", 2_048, "Number of chats, or of sentences of each corpus.", lower_bound=1
 )
@@ -53,7 +55,6 @@ def main():
 
     keep_freed_memory()
     out = expanded(_OUT.value)
-    out.parent.mkdir(parents=True, exist_ok=True)
     target = load_alone(_TARGET.value, _DTYPE.value)
     vocab_size, context = target.model.vocab_size, target.model.context
     check_context(f"--length={_LENGTH.value}", _LENGTH.value, target, "lower it")
@@ -64,10 +65,12 @@ def main():
     rows_of = bigrams.labelled(itertools.chain(*sources), target)
     model, tokens = bigrams.tabulated(rows_of, vocab_size, context, _RANKS.value)
     notes = {"target": _TARGET.value, "weights": digest(target.model), "tokens": tokens}
-    for file in save_weights(out, model, target.tokenizer.vocabulary, notes):
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{target.name}_bigram"
+    for file in save_weights(path, model, target.tokenizer.vocabulary, notes):
         print(f"{file}: from {tokens:,} tokens, {file.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
     cli.define_import_flag()
-    cli.run(main)
+    cli.run(main, output=_OUT)

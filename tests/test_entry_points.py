@@ -44,6 +44,12 @@ PROGRAMS = {  # The flag of the folder that each program writes to, then its oth
         "--teacher=2m",
         "--count=200",
     ),
+    "spectr_jax.tabulate": (
+        "out",
+        "--text=spectr_jax/embedded/prompts.txt",
+        "--target=2m",
+        "--length=64",
+    ),
     "spectr_jax.export": ("out", "--model=/nowhere"),
     "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/prepare_lm1b.py": ("data_dir",),
@@ -52,7 +58,9 @@ PROGRAMS = {  # The flag of the folder that each program writes to, then its oth
     "scripts/dev/check_outputs.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
 }
-(TRAIN, EVAL, PACK, LABEL, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP) = PROGRAMS
+(TRAIN, EVAL, PACK, LABEL, TABULATE, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP) = (
+    PROGRAMS
+)
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil", "figures")
 TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
     f"--config=configs/{name}.py" for name in EXPERIMENTS
@@ -205,6 +213,14 @@ CASES = [
     (LABEL, "--length=129", "--length=129: 129 tokens exceed the context 128 of"),
     (LABEL, "--temperature=-1", "flag --temperature=-1: -1.0 is not a non-negative number"),
     (LABEL, "--text=/nowhere", "no text file matches '/nowhere'"),
+    (TABULATE, "--target=7m", "no model at '7m'"),
+    (TABULATE, "--text=", "the model has no chat template; give an instructed one"),
+    (TABULATE, "--text=/nowhere", "no text file matches '/nowhere'"),
+    (TABULATE, "--length=129", "--length=129: 129 tokens exceed the context 128 of"),
+    (TABULATE, "--ranks=0", "flag --ranks=0"),
+    (TABULATE, "--count=0", "flag --count=0"),
+    (TABULATE, "--dtype=half", "dtype='half': must be one of float32, bfloat16, int8"),
+    (TABULATE, f"--target={EAGLE}", "can only draft for it; give a model that runs alone"),
     (TRAIN, f"{DISTIL} --config.loss=sk", "unknown loss 'sk'; known: cross_entropy, kl, lk"),
     (TRAIN, f"{DISTIL} --config.data.train=/nowhere", "'/nowhere' has no labels that can be read"),
     (TRAIN, "--config=configs/distil.py:7m", "unknown student '7m'"),
@@ -317,6 +333,14 @@ CASES = [
         )
         for name in names
     ),
+    (
+        SAMPLE,
+        "--method=recycle --draft=6m",
+        "draft: must be a Bigram to start the table, not a Tra",
+    ),
+    (SAMPLE, "--method=recycle --draft=/nowhere", "no model at '/nowhere'"),
+    (SAMPLE, "--method=recycle --draft=smollm2-bigram", "have different vocabularies"),
+    (SAMPLE, "--method=recycle --tree=recall:0", "tree='recall:0': size=0: must be a positive"),
     (SAMPLE, "--method=self_speculative --layers=4", "layers=4: must be less"),
     (EXPORT, "--dtype=int4", "unknown --dtype 'int4'; did you mean 'int8'?"),
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
