@@ -94,7 +94,7 @@ def test_every_method_has_the_statistic_of_its_verifier():
     named: dict = {}
     for name in METHODS:
         named.setdefault(prediction.statistic(get_method(name)), set()).add(name)
-    unknown = {"baseline", "greedy_drafts", "lookup", "self_speculative"}
+    unknown = {"baseline", "greedy_drafts", "lookup", "recycle", "self_speculative"}
     assert named[None] == unknown | {"otm_layer", "traversal", "gbv"}
     assert named["winners"] == {"block", "otm_block", "gbv_conditional"}
     assert named["children"] == {"gsd", "ersd"}
