@@ -153,7 +153,9 @@ def decoding(
 ) -> jax.stages.Lowered:
     prompts, lengths = np.ones((sequences, 16), np.int32), np.full(sequences, 9)
     target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
-    inputs = jax.random.key(0), get_method(name, **options), target, draft, prompts, lengths, 64
+    method = get_method(name, **options)
+    models = target, draft if method.needs_draft else None
+    inputs = jax.random.key(0), method, *models, prompts, lengths, 64
     return lower(*inputs, observe=observe, mesh=mesh if mesh.size > 1 else None)
 
 

@@ -71,12 +71,13 @@ def run(
     methods = {BASELINE: get_method(BASELINE), **{spec: method_of(spec) for spec in config.methods}}
     questions = spread(read_questions(config.questions), config.questions_per_task)
     check_table(config, workdir, NAME)
-    names = {label: _draft_of(method, config) for label, method in methods.items()}
+    fields = {label: _field_of(method) for label, method in methods.items()}
     for field in ("draft", "table"):
-        if config[field] not in ("", spec_bench_config()[field], *names.values()):
+        if config[field] not in ("", spec_bench_config()[field]) and field not in fields.values():
             raise UserError(
                 f"{field}={config[field]!r}: none of the methods uses one; leave it out"
             )
+    names = {label: config[field] if field else "" for label, field in fields.items()}
     used = tuple(dict.fromkeys(filter(None, names.values())))
     target, drafts = load_pair(config.target, used, config.dtype)
     check_room(config, questions, [target, *drafts])
@@ -103,11 +104,9 @@ def run(
     return journal.finish(result, markdown, plot)
 
 
-def _draft_of(method: Method, config: ml_collections.ConfigDict) -> str:
-    """Returns the name of the draft model or table that a method uses; "" for none."""
-    if method.needs_draft:
-        return str(config.draft)
-    return str(config.table) if method.takes_draft else ""
+def _field_of(method: Method) -> str:
+    """Returns the field of the config that names a method's draft model or table; "" for none."""
+    return "draft" if method.needs_draft else "table" if method.takes_draft else ""
 
 
 def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
@@ -296,12 +295,8 @@ def markdown(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["temperature"] == temperature]
         tables += [f"## Temperature {temperature}", _speed_table(rows), _level_table(rows)]
     questions = pathlib.PurePath(config["questions"]).name
-    methods = [method_of(spec) for spec in config["methods"]]
-    used = {
-        "draft": any(method.needs_draft for method in methods),
-        "table": any(method.takes_draft and not method.needs_draft for method in methods),
-    }
-    draft = "".join(f"{kind} `{config[kind]}`, " for kind, drafted in used.items() if drafted)
+    fields = dict.fromkeys(_field_of(method_of(spec)) for spec in config["methods"])
+    drafts = "".join(f"{field} `{config[field]}`, " for field in fields if field and config[field])
     header = ["Published for Spec-Bench", "Model, hardware", "Speedup", "Source"]
     cited = [
         [name, model, f"{speed:.2f}", source] for name, model, speed, source in paper.SPEC_BENCH
@@ -317,7 +312,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Tokens per call count the accepted drafts and one extra token.",
         "Accepted is the acceptance rate: of the tokens that were chosen among drafts of a level, "
         f"the share that are drafts. The picture and `{NAME}.json` have it by part of an answer.",
-        f"Target `{config['target']}`, {draft}{config['dtype']}.",
+        f"Target `{config['target']}`, {drafts}{config['dtype']}.",
         report.provenance_line(result),
     ]
     return report.page(result["title"], "\n\n".join(tables), notes)

@@ -61,12 +61,14 @@ def config(models, tmp_path, monkeypatch):
     config.update(
         target="mine:large",
         draft="mine:small",
+        table="",
         dtype="float32",
         questions=str(path),
         max_new_tokens=NEW,
         runs=2,
     )
-    config.methods, config.temperatures = ("lookup chain:3", "block chain:1"), (0.0, 1.0)
+    config.temperatures = (0.0, 1.0)
+    config.methods = ("lookup chain:3", "block chain:1", "recycle recall:2")
     return config
 
 
@@ -88,7 +90,7 @@ def test_a_stopped_run_resumes_and_matches_separate_conversations(
         nonlocal step
         step = 2 if label == "baseline" else 1
         asked.append((question.identity, temperature, label))
-        if len(asked) == 14:
+        if len(asked) == 18:
             raise KeyboardInterrupt
         return converse(setup, label, question, temperature, key)
 
@@ -126,7 +128,9 @@ def test_a_stopped_run_resumes_and_matches_separate_conversations(
         )
         assert (
             len(row["reached"])
-            == {"baseline": 0, "lookup chain:3": 3, "block chain:1": 1}[row["method"]]
+            == {"baseline": 0, "lookup chain:3": 3, "block chain:1": 1, "recycle recall:2": 2}[
+                row["method"]
+            ]
         )
     assert sum(rows[0.0, "overall", "lookup chain:3"]["accepted"]) > 0
     written = json.loads((tmp_path / "run" / "spec_bench.json").read_text())
@@ -231,6 +235,12 @@ def test_benchmark_categories_are_grouped_into_six_tasks(tmp_path):
         ({"methods": ("block 2,1",)}, "methods='block 2,1': 'block' does not draft the tree '2,1'"),
         ({"methods": ("baseline",)}, "methods='baseline': drafts nothing"),
         ({"methods": ("lookup",)}, "draft='mine:small': none of the methods uses one"),
+        (
+            {"methods": ("block",), "table": "mine:small"},
+            "table='mine:small': none of the methods uses one",
+        ),
+        ({"methods": ("recycle", "block"), "table": "mine:small"}, "draft: must be a Bigram"),
+        ({"methods": ("recycle", "block"), "table": "/nowhere"}, "no model at '/nowhere'"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"questions_per_task": -1}, "questions_per_task=-1"),
         (
