@@ -135,10 +135,11 @@ def main():
         logprobs=path is not None,
         stop=tuple(_STOP.value),
     )
+    draws = session.method.tree.size and session.method.drafter.draws
+    if not draws and _DRAFT_TEMPERATURE.value is not None:
+        problem = "no draft model is used, because there is no --draft; give one, or leave it out"
+        raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")
     if method is None and session.draft is None:
-        if _DRAFT_TEMPERATURE.value is not None:
-            problem = "nothing is drafted, because there is no --draft; give one, or leave it out"
-            raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")
         print(
             f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr
         )

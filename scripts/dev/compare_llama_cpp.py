@@ -1,4 +1,4 @@
-"""Compares the decoding speed of SmolLM2 in spectr_jax and in llama.cpp, for one sequence.
+"""Compares SmolLM2 in spectr_jax and in llama.cpp, for one sequence: decoding, prompts, answers.
 
     python scripts/dev/compare_llama_cpp.py --workdir=runs/llama_cpp
 
@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -23,12 +24,14 @@ import jax
 import numpy as np
 from absl import flags
 
-from spectr_jax.decoding import Method, get_method
+from spectr_jax.data.templates import render
+from spectr_jax.decoding import Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.running import run_on_prompts
 from spectr_jax.experiments.measure import report
 from spectr_jax.loading.by_name import EMBEDDED, SMOLLM2, SMOLLM2_PACKAGE, Trained, load
 from spectr_jax.loading.pairs import load_pair
-from spectr_jax.models.frozen import freeze
+from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.utils import cli
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded, write_whole
@@ -43,6 +46,22 @@ KINDS = ("Q4_1", "Q8_0", "F16", "F32")
 """Precision of the package's file, and those that llama-quantize makes of it."""
 REFERENCE = "llama.cpp Q8_0"
 PROMPT_TOKENS = 8
+LENGTHS = (64, 256, 1024)
+"""Tokens of the prompts that are timed."""
+ANSWER = 128
+"""The largest number of new tokens of an answer."""
+MUSEUM = (
+    "The museum opens at nine in the morning, and tickets cost ten dollars. Children under ten enter "
+    "free of charge. The garden and the cafe close at four in winter and at six in summer."
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How do I make a cup of tea?",
+    "Write a short letter to a friend about the sea.",
+    "A train travels 60 miles in 1.5 hours. How far does it travel in 4 hours? Explain each step.",
+    f"Repeat this text word for word: {MUSEUM}",
+    f"Summarize this text: {MUSEUM}",
+)
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where llama_cpp.md and llama_cpp.json go.", required=True
@@ -51,7 +70,7 @@ _CACHE = flags.DEFINE_string(
     "cache", "~/.cache/spectr_jax/llama_cpp", "Where llama.cpp and its model files are kept."
 )
 _DRAFT = flags.DEFINE_string("draft", "smollm2-draft", "The draft of SmolLM2.")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds after a warm-up round.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 6, "Rounds after a warm-up round.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "New tokens per generation.", lower_bound=1)
 
 Run = Callable[[int], float]
@@ -73,16 +92,83 @@ def our_run(target: Trained, draft: Trained | None, method: Method) -> Run:
     return run
 
 
-def our_runs() -> dict[str, Run]:
-    """Returns the baseline in each precision, and `block` with one and two drafts in int8."""
-    runs = {}
-    target, (draft,) = load_pair(SMOLLM2, (_DRAFT.value,), "int8")
+def our_prompt(target: Trained, length: int) -> Run:
+    """Returns the speed of reading a prompt of `length` tokens."""
+    tokens = np.random.default_rng(0).integers(10, 40_000, (1, length)).astype(np.int32)
+
+    @jax.jit
+    def read(frozen: Frozen) -> Any:
+        return run_on_prompts(frozen.merge(), tokens, np.array([length]), length + 64)[0].rows
+
+    frozen = freeze(target)
+    jax.block_until_ready(read(frozen))
+
+    def run(seed: int) -> float:
+        started = time.perf_counter()
+        jax.block_until_ready(read(frozen))
+        return length / (time.perf_counter() - started)
+
+    return run
+
+
+def our_answers(target: Trained, draft: Trained | None, method: Method) -> Run:
+    """Returns the speed of greedy answers, prompts included."""
+    models, tokenizer = (freeze(target), freeze(draft) if draft else None), target.tokenizer
+    policy = Policy(0.0, eos=tokenizer.eos)
+
+    def run(seed: int) -> float:
+        prompt = chats(tokenizer)[seed % len(QUESTIONS)]
+        padded = np.pad(prompt, (0, 256 - len(prompt)))[None]
+        started = time.perf_counter()
+        rest = padded, [len(prompt)], ANSWER, policy
+        answer = jax.block_until_ready(generate(jax.random.key(0), method, *models, *rest))
+        return (int(answer.lengths[0]) - len(prompt)) / (time.perf_counter() - started)
+
+    run(0)  # Compiles.
+    return run
+
+
+def chats(tokenizer: Any) -> list[list[int]]:
+    """Returns the tokens of the questions in the chat template."""
+    return [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+def our_runs() -> dict[str, dict[str, Run]]:
+    """Returns the runs by group, each by name."""
+    target, drafts = load_pair(SMOLLM2, (_DRAFT.value, "smollm2-bigram"), "int8")
+    decoding, answers = {}, {"spectr_jax int8": our_answers(target, None, get_method("baseline"))}
     for length in (1, 2):
         method = get_method("block", draft_length=length)
-        runs[f"spectr_jax int8, drafts, L = {length}"] = our_run(target, draft, method)
+        decoding[f"spectr_jax int8, drafts, L = {length}"] = our_run(target, drafts[0], method)
     for dtype in ("int8", "bfloat16", "float32"):
-        runs[f"spectr_jax {dtype}"] = our_run(load(SMOLLM2, dtype), None, get_method("baseline"))
-    return runs
+        model = target if dtype == "int8" else load(SMOLLM2, dtype)
+        decoding[f"spectr_jax {dtype}"] = our_run(model, None, get_method("baseline"))
+    for nodes in (2, 4):
+        method = get_method("recycle", tree=f"recall:{nodes}")
+        name = f"spectr_jax int8, recycle, {nodes} nodes"
+        answers[name] = our_answers(target, drafts[1], method)
+    prompts = {
+        f"prompt of {length}": {"spectr_jax int8": our_prompt(target, length)} for length in LENGTHS
+    }
+    return {"decoding": decoding, **prompts, "answers": answers}
+
+
+def add_theirs(
+    runs: dict[str, dict[str, Run]], folder: pathlib.Path, files: dict[str, str]
+) -> None:
+    """Adds llama.cpp to each group of runs."""
+    template = load(SMOLLM2, "int8").tokenizer.template
+    texts = [render(template, [{"role": "user", "content": text}], {}) for text in QUESTIONS]
+    for kind, file in files.items():
+        runs["decoding"][f"llama.cpp {kind}"] = their_run(folder / "llama-bench", file)
+    for kind in KINDS[:2]:
+        for length in LENGTHS:
+            run = their_prompt(folder / "llama-bench", files[kind], length)
+            runs[f"prompt of {length}"][f"llama.cpp {kind}"] = run
+        for drafts in (0, 2, 4):
+            name = f"llama.cpp {kind}" + (f", lookup, {drafts} drafts" if drafts else "")
+            run = their_lookup(folder / "llama-lookup", files[kind], texts, drafts)
+            runs["answers"][name] = run
 
 
 def their_run(program: pathlib.Path, file: str) -> Run:
@@ -90,6 +176,27 @@ def their_run(program: pathlib.Path, file: str) -> Run:
     command = [str(program), "-m", file, "-p", "0", "-n", str(_NEW_TOKENS.value), "-r", "1"]
     command += ["-t", str(os.cpu_count() or 1), "-o", "json"]
     return lambda seed: float(json.loads(execute(command))[0]["avg_ts"])
+
+
+def their_prompt(program: pathlib.Path, file: str, length: int) -> Run:
+    """Returns the speed of llama-bench on a prompt of `length` tokens."""
+    command = [str(program), "-m", file, "-p", str(length), "-n", "0", "-r", "1"]
+    command += ["-t", str(os.cpu_count() or 1), "-o", "json"]
+    return lambda seed: float(json.loads(execute(command))[0]["avg_ts"])
+
+
+def their_lookup(program: pathlib.Path, file: str, texts: list[str], drafts: int) -> Run:
+    """Returns the speed of llama-lookup's greedy answers, prompts included."""
+
+    def run(seed: int) -> float:
+        command = [str(program), "-m", file, "-p", texts[seed % len(texts)], "-n", str(ANSWER)]
+        command += ["--temp", "0", "--draft-max", str(drafts), "-t", str(os.cpu_count() or 1)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        pattern = r"(?:en|de)coded\s+(\d+) tokens in\s+([\d.]+) seconds"
+        (_, read), (new, decoded) = re.findall(pattern, done.stdout + done.stderr)[-2:]
+        return int(new) / (float(read) + float(decoded))
+
+    return run
 
 
 def built(cache: pathlib.Path) -> tuple[pathlib.Path, dict[str, str]]:
@@ -154,19 +261,25 @@ def summary(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns the page with the table and its provenance."""
-    rows = result["rows"]
-    cells = [[r["name"], f"{r['tokens_per_second']:.1f}", f"{r['ratio']:.2f}"] for r in rows]
+    """Returns the page with the tables and their provenance."""
+    parts = []
+    for group, rows in result["groups"].items():
+        cells = [[r["name"], f"{r['tokens_per_second']:.1f}", f"{r['ratio']:.2f}"] for r in rows]
+        table = report.markdown_table(["Program", "Tokens/s", f"x {REFERENCE}"], cells)
+        parts += [f"## {group.capitalize()}", table]
     return report.page(
         "SmolLM2 against llama.cpp",
-        report.markdown_table(["Program", "Tokens/s", f"x {REFERENCE}"], cells),
+        "\n\n".join(parts),
         [
-            f"SmolLM2-135M-Instruct, one sequence of {result['new_tokens']} new tokens. Medians of "
-            f"{result['rounds']} rounds in which all rows take turns, and of the ratios within a "
-            "round.",
-            f"spectr_jax runs `generate` at temperature 1 after {PROMPT_TOKENS} prompt tokens, "
-            f"alone or with `block` and the draft `{result['draft']}`. llama.cpp ({PACKAGE} "
-            f"{VERSION}) runs `llama-bench -p 0`.",
+            f"SmolLM2-135M-Instruct, one sequence. Medians of {result['rounds']} rounds in which all "
+            "rows take turns, and of the ratios within a round.",
+            f"Decoding: {result['new_tokens']} new tokens; spectr_jax runs `generate` at temperature "
+            f"1 after {PROMPT_TOKENS} prompt tokens, alone or with `block` and the draft "
+            f"`{result['draft']}`. llama.cpp ({PACKAGE} {VERSION}) runs `llama-bench -p 0`. Prompts: "
+            "the model alone, without its head in spectr_jax; `llama-bench -n 0`. Answers: greedy, "
+            f"at most {ANSWER} new tokens to the script's {len(QUESTIONS)} questions, one a round, "
+            "prompts included; `recycle` with the table `smollm2-bigram`; llama.cpp runs "
+            "`llama-lookup`, without drafts as its baseline.",
             report.provenance_line(result),
         ],
     )
@@ -179,13 +292,12 @@ def main() -> None:
         )
     runs = our_runs()  # Raises if SmolLM2 is not installed.
     folder, files = built(expanded(_CACHE.value).absolute())
+    add_theirs(runs, folder, files)
     started = time.monotonic()
-    for kind, file in files.items():
-        runs[f"llama.cpp {kind}"] = their_run(folder / "llama-bench", file)
-    rows = summary(in_turns(runs, _ROUNDS.value))
+    groups = {name: summary(in_turns(group, _ROUNDS.value)) for name, group in runs.items()}
     settings = {name: flags.FLAGS[name].value for name in ("draft", "rounds", "new_tokens")}
     seconds = round(time.monotonic() - started, 1)
-    result = {"rows": rows, **settings, "seconds": seconds, **report.provenance()}
+    result = {"groups": groups, **settings, "seconds": seconds, **report.provenance()}
     report.write(expanded(_WORKDIR.value), "llama_cpp", result, markdown(result))
 
 

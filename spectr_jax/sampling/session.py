@@ -82,7 +82,7 @@ def open_session(
 
     Args:
       method: None chooses one that beats the baseline with the default models on a CPU, or the
-        baseline if there is no draft.
+        baseline if there is no draft and no table.
       target: any name that `load` takes.
       draft: likewise. None means `DEFAULT_DRAFT` if it fits the target, and no draft otherwise. For
         `recycle` it is a table, by default `DEFAULT_TABLE` for SmolLM2.
@@ -93,13 +93,14 @@ def open_session(
       UserError: a model does not exist or has another vocabulary, the method needs a draft and
         there is none, or it needs none and there is one.
     """
-    wanted = method or get_method("block", draft_length=3)
+    has_table = target == SMOLLM2 and draft is None
+    wanted = method or (get_method("recycle") if has_table else get_method("block", draft_length=3))
     # These have vocabularies of their own.
     others = target.startswith(("hf:", "gguf:")) or target == SMOLLM2
     missing = UserError(
         f"method {wanted.name!r} needs a draft model with the vocabulary of {target!r}; give --draft"
     )
-    if draft is None and wanted.takes_draft and target == SMOLLM2 and not wanted.needs_draft:
+    if has_table and wanted.takes_draft and not wanted.needs_draft:
         draft = DEFAULT_TABLE
     if draft is not None and not wanted.takes_draft:
         problem = f"method {wanted.name!r} uses no draft model; leave it out"
