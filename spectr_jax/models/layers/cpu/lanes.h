@@ -117,8 +117,12 @@ inline Floats MulAdd(const Floats& a, const Floats& b, const Floats& sum) {
 inline Floats Add(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] + b.lane[i]; }); }
 inline Floats Sub(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] - b.lane[i]; }); }
 inline Floats Mul(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] * b.lane[i]; }); }
-inline Floats Max(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
-inline Floats Where(const bool* yes, const Floats& a, const Floats& b) { return Each([&](long i) { return yes[i] ? a.lane[i] : b.lane[i]; }); }
+inline Floats Max(const Floats& a, const Floats& b) {
+  return Each([&](long i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Floats Where(const bool* yes, const Floats& a, const Floats& b) {
+  return Each([&](long i) { return yes[i] ? a.lane[i] : b.lane[i]; });
+}
 inline Floats Shifted(const Floats& v, const Floats& n) {
   return Each([&](long i) { return FromBits(Bits(v.lane[i]) + (static_cast<int32_t>(n.lane[i]) << 23)); });
 }
@@ -298,7 +302,7 @@ inline Floats Exp(Floats x) {
 
 // The totals of kFloats vectors, each summed in the order of `Total`.
 template <long COUNT = kFloats, typename Of>
-INLINED inline Floats Totals(const Of& of, long first = 0) {
+INLINED inline Floats Totals(const Of& of, [[maybe_unused]] long first = 0) {
 #if LEVEL == 0
   return Each([&](long i) { return Total(of(i)); });
 #else
@@ -391,7 +395,8 @@ inline void Exponents(const Query& query, float scale) {
   }
 }
 
-// Exponents to weights that sum to one. A total has the order of the slots; those of several queries do not wait for each other.
+// Exponents to weights that sum to one. A total has the order of the slots; those of several queries do not wait for
+// each other.
 template <int ROWS, typename Row>
 inline void Weigh(const Query* queries) {
   const long shared = std::min_element(queries, queries + ROWS, [](auto& a, auto& b) { return a.count < b.count; })->count;
