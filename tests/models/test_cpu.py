@@ -101,6 +101,53 @@ def test_attention_equals_that_of_jax(level, tokens, slots, heads, kv_heads, wid
     )
 
 
+def _tree_mask(rng, tokens, slots):
+    """Returns a mask [tokens, slots] in which each token sees some slots up to one of its own."""
+    last = np.sort(rng.integers(0, slots, tokens)) if tokens < slots else np.arange(tokens) % slots
+    last[:: max(tokens // 3, 1)] = rng.integers(0, slots, len(last[:: max(tokens // 3, 1)]))
+    mask = (rng.random((tokens, slots)) < 0.7) & (np.arange(slots) < last[:, None])
+    mask[:: max(tokens // 5, 1)] = False  # These see a single slot.
+    mask[np.arange(tokens), last] = True
+    return mask, last
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "heads", "kv_heads", "width"),
+    [
+        (70, 203, 9, 3, 64),
+        (70, 77, 8, 1, 48),
+        (33, 129, 2, 2, 128),
+        (33, 31, 3, 1, 37),
+        (9, 5, 8, 1, 7),
+    ],
+)
+def test_a_query_has_the_same_bits_alone_and_in_a_block(
+    level, tokens, slots, heads, kv_heads, width, dtype
+):
+    """Blocks of queries with tree masks; a query alone has NaN in slots after its last visible one."""
+    rng = np.random.default_rng(tokens + slots)
+    q = rng.normal(size=(1, tokens, heads, width)).astype(np.float32)
+    k, v = (jnp.asarray(rng.normal(size=(1, slots, kv_heads, width)), dtype) for _ in range(2))
+    mask, last = _tree_mask(rng, tokens, slots)
+    assert len(set(last)) > 1
+    attend = jax.jit(cpu.attention(lambda q, *_: q))
+    whole = np.asarray(attend(q, k, v, mask[None]))
+    behind = (np.arange(slots) > last[:, None])[:, None, :, None, None]
+    of_token = zip(*(jnp.where(behind, jnp.nan, part) for part in (k, v)), strict=True)
+    for n, (keys, values) in enumerate(of_token):
+        alone = np.asarray(attend(q[:, [n]], keys, values, mask[None, [n]]))
+        np.testing.assert_array_equal(alone.view(np.int32), whole[:, [n]].view(np.int32))
+    for few in (2, 3, 5, 9, tokens - 1):
+        made = np.asarray(attend(q[:, -few:], k, v, mask[None, -few:]))
+        np.testing.assert_array_equal(made.view(np.int32), whole[:, -few:].view(np.int32))
+    k, v = (np.repeat(np.asarray(x, np.float64), heads // kv_heads, axis=2) for x in (k, v))
+    scores = np.einsum("bnhd,bthd->bhnt", q, k) / np.sqrt(width)
+    weights = np.exp(scores - scores.max(-1, keepdims=True)) * mask
+    exact = np.einsum("bhnt,bthd->bnhd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(whole, exact, atol=3e-6 if dtype == "float32" else 2e-2)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("width", [576, 768, 33, 1])
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])

@@ -5,6 +5,7 @@
 
 #if LEVEL == 4
 constexpr int kMostRows = 8;  // Their sums fit the registers.
+constexpr int kMixedRows = 6, kMixedParts = 4;  // As well.
 using Floats = __m512;
 constexpr long kFloats = 16;
 inline Floats Load(const float* p) { return _mm512_loadu_ps(p); }
@@ -16,7 +17,26 @@ inline void Store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline Floats Fill(float v) { return _mm512_set1_ps(v); }
 inline Floats MulAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 inline Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats Sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats Mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // a > b ? a : b.
+inline Floats Where(const bool* yes, Floats a, Floats b) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(yes));
+  return _mm512_mask_mov_ps(b, _mm_test_epi8_mask(bytes, bytes), a);
+}
+// v times two to the power n, which is a whole number.
+inline Floats Shifted(Floats v, Floats n) {
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(v), _mm512_slli_epi32(_mm512_cvttps_epi32(n), 23)));
+}
 inline float Total(Floats v) { return _mm512_reduce_add_ps(v); }
+// A step of `Totals`: adds the halves of what is left of `a` and of `b`.
+template <long COUNT>
+inline Floats Folded(Floats a, Floats b) {
+  if constexpr (COUNT == 2) return Add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  if constexpr (COUNT == 4) return Add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  if constexpr (COUNT == 8) return Add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  return Add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
 
 using Pairs = __m512i;
 using Wide = __m512i;
@@ -30,6 +50,7 @@ inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(sum); }
 
 #elif LEVEL == 2
 constexpr int kMostRows = 3;
+constexpr int kMixedRows = 3, kMixedParts = 4;
 using Floats = __m256;
 constexpr long kFloats = 8;
 inline Floats Load(const float* p) { return _mm256_loadu_ps(p); }
@@ -41,10 +62,26 @@ inline void Store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline Floats Fill(float v) { return _mm256_set1_ps(v); }
 inline Floats MulAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 inline Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats Sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats Mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats Where(const bool* yes, Floats a, Floats b) {
+  const __m256i lanes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(yes)));
+  return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 31)));
+}
+inline Floats Shifted(Floats v, Floats n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(v), _mm256_slli_epi32(_mm256_cvttps_epi32(n), 23)));
+}
 inline float Total(Floats v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+template <long COUNT>
+inline Floats Folded(Floats a, Floats b) {
+  if constexpr (COUNT == 2) return Add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  if constexpr (COUNT == 4) return Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  return Add(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
 }
 
 using Pairs = __m256i;
@@ -61,6 +98,7 @@ inline Floats AsFloats(Pairs sum) { return _mm256_cvtepi32_ps(sum); }
 
 #else
 constexpr int kMostRows = 3;
+constexpr int kMixedRows = 3, kMixedParts = 2;
 constexpr long kFloats = 8;
 struct Floats { float lane[kFloats]; };
 template <typename Of>
@@ -77,6 +115,17 @@ inline Floats MulAdd(const Floats& a, const Floats& b, const Floats& sum) {
   return Each([&](long i) { return sum.lane[i] + a.lane[i] * b.lane[i]; });
 }
 inline Floats Add(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] + b.lane[i]; }); }
+inline Floats Sub(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] - b.lane[i]; }); }
+inline Floats Mul(const Floats& a, const Floats& b) { return Each([&](long i) { return a.lane[i] * b.lane[i]; }); }
+inline Floats Max(const Floats& a, const Floats& b) {
+  return Each([&](long i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Floats Where(const bool* yes, const Floats& a, const Floats& b) {
+  return Each([&](long i) { return yes[i] ? a.lane[i] : b.lane[i]; });
+}
+inline Floats Shifted(const Floats& v, const Floats& n) {
+  return Each([&](long i) { return FromBits(Bits(v.lane[i]) + (static_cast<int32_t>(n.lane[i]) << 23)); });
+}
 inline float Total(const Floats& v) { return std::accumulate(v.lane, v.lane + kFloats, 0.0f); }
 
 constexpr long kPairs = 8;
@@ -238,52 +287,209 @@ void FloatColumns(const FloatProduct& p, long begin, long end) {
   }
 }
 
-// e^x for x <= 0, to 2e-7: 2^n times a polynomial (Cephes) of the rest, without branches, so that loops of it vectorize.
-inline float Exp(float x) {
-  const float magic = 12582912.0f;
-  x = std::max(x, -87.0f);
-  const float n = (x * 1.44269504f + magic) - magic;
-  const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float power = 1.9875691500e-4f;
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) power = power * rest + c;
-  power = power * rest * rest + rest + 1.0f;
-  return FromBits(Bits(power) + (static_cast<int32_t>(n) << 23));
-}
-
-// Scores [count] to weights that sum to one; slots that are not visible get zero. At least one is visible.
-template <typename Row>
-void Softmax(float* scores, const bool* visible, long count, float scale) {
-  const float least = -std::numeric_limits<float>::max();
-  float largest = least;
-  for (long t = 0; t < count; ++t) {
-    scores[t] = std::max(visible[t] ? scores[t] * scale : least, least);
-    largest = scores[t] > largest ? scores[t] : largest;
+// e^x for x <= 0, to 2e-7: 2^n times a polynomial (Cephes) of the rest.
+inline Floats Exp(Floats x) {
+  const Floats magic = Fill(12582912.0f);
+  x = Max(Fill(-87.0f), x);  // NaN stays NaN.
+  const Floats n = Sub(MulAdd(x, Fill(1.44269504f), magic), magic);
+  const Floats rest = MulAdd(n, Fill(2.12194440e-4f), MulAdd(n, Fill(-0.693359375f), x));
+  Floats power = Fill(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    power = MulAdd(power, rest, Fill(c));
   }
-  for (long t = 0; t < count; ++t) scores[t] = visible[t] ? Exp(scores[t] - largest) : 0;
-  float total = 0;
-  for (long t = 0; t < count; ++t) total += scores[t];
-  for (long t = 0; t < count; ++t) scores[t] = Narrowed<Row>(scores[t] / total);
+  return Shifted(Add(MulAdd(Mul(power, rest), rest, rest), Fill(1)), n);
 }
 
-// Attention of the heads that share keys and values, for units [begin, end) of (sequence, token, key and value head).
+// The totals of kFloats vectors, each summed in the order of `Total`.
+template <long COUNT = kFloats, typename Of>
+INLINED inline Floats Totals(const Of& of, [[maybe_unused]] long first = 0) {
+#if LEVEL == 0
+  return Each([&](long i) { return Total(of(i)); });
+#else
+  if constexpr (COUNT == 1) {
+    return of(first);
+  } else {  // With these steps, the totals end up in the order of the vectors.
+    constexpr long step = COUNT == kFloats ? 2 : COUNT == kFloats / 2 ? 1 : 2 * COUNT;
+    return Folded<COUNT>(Totals<COUNT / 2>(of, first), Totals<COUNT / 2>(of, first + step));
+  }
+#endif
+}
+
+// A query of attention. Sums over slots end at the last visible one, so what lies behind it does not matter.
+struct Query {
+  const float* x;
+  const bool* visible;
+  float *scores, *mixed;  // Scores become weights; whole vectors of them are written.
+  long count;             // Of slots up to the last visible one.
+};
+
+// The number of slots up to the last visible one; at least one.
+inline long Counted(const bool* visible, long slots) {
+  for (uint64_t eight; slots > 8; slots -= 8) {
+    std::memcpy(&eight, visible + slots - 8, 8);
+    if (eight) break;
+  }
+  while (slots > 1 && !visible[slots - 1]) --slots;
+  return slots;
+}
+
+inline long Padded(long count) { return (count + kFloats - 1) / kFloats * kFloats; }
+
+// Products of a query with the keys of kFloats slots. STEPS is width / (4 * kFloats), or 0 if a compiler does not know it.
+template <long STEPS>
+inline void Score(const Query& query, const float* keys, long stride, long width, long slot) {
+  const long steps = STEPS ? STEPS : width / (4 * kFloats);
+  Store(query.scores + slot, Totals([&](long i) INLINED {
+          Floats sums[4];
+          UNROLLED for (int part = 0; part < 4; ++part) {
+            sums[part] = Fill(0);
+            UNROLLED for (long step = 0; step < steps; ++step) {
+              const long at = (4 * step + part) * kFloats;
+              sums[part] = MulAdd(Load(keys + i * stride + at), Load(query.x + at), sums[part]);
+            }
+          }
+          return Add(Add(sums[0], sums[1]), Add(sums[2], sums[3]));
+        }));
+  for (long i = 0; i < kFloats; ++i) {
+    for (long j = steps * 4 * kFloats; j < width; ++j) query.scores[slot + i] += keys[i * stride + j] * query.x[j];
+  }
+}
+
+// Products of a block of queries with the keys of the slots that it counts.
+template <long STEPS, typename Row>
+void Score(const Query* queries, long rows, const Row* keys, long stride, long width, long most) {
+  thread_local std::vector<float> copied;
+  copied.resize(kFloats * width);
+  for (long slot = 0; slot < most; slot += kFloats) {
+    const bool copy = !std::is_same_v<Row, float> || slot + kFloats > most;  // The last slot fills a vector.
+    for (long i = 0; copy && i < kFloats; ++i) {
+      const Row* row = keys + std::min(slot + i, most - 1) * stride;
+      for (long j = 0; j < width; ++j) copied[i * width + j] = AsFloat(row[j]);
+    }
+    const float* tile = copy ? copied.data() : reinterpret_cast<const float*>(keys + slot * stride);
+    for (long r = 0; r < rows; ++r) {
+      if (slot < queries[r].count) Score<STEPS>(queries[r], tile, copy ? width : stride, width, slot);
+    }
+  }
+}
+
+// Scores to e^(score - largest), and to zero for slots that are not visible.
+inline void Exponents(const Query& query, float scale) {
+  const long whole = query.count / kFloats * kFloats, padded = Padded(query.count);
+  bool rest[kFloats] = {};
+  std::copy(query.visible + whole, query.visible + query.count, rest);
+  const Floats least = Fill(-std::numeric_limits<float>::max());
+  Floats larger = least;
+  for (long t = 0; t < padded; t += kFloats) {
+    const Floats score = Max(least, Mul(Load(query.scores + t), Fill(scale)));
+    const Floats seen = Where(t < whole ? query.visible + t : rest, score, least);
+    Store(query.scores + t, seen);
+    larger = Max(seen, larger);
+  }
+  float lanes[kFloats];
+  Store(lanes, larger);
+  const Floats largest = Fill(*std::max_element(lanes, lanes + kFloats));
+  for (long t = 0; t < padded; t += kFloats) {
+    const Floats power = Exp(Sub(Load(query.scores + t), largest));
+    Store(query.scores + t, Where(t < whole ? query.visible + t : rest, power, Fill(0)));
+  }
+}
+
+// Exponents to weights that sum to one. A total has the order of the slots; those of several queries do not wait for
+// each other.
+template <int ROWS, typename Row>
+inline void Weigh(const Query* queries) {
+  const long shared = std::min_element(queries, queries + ROWS, [](auto& a, auto& b) { return a.count < b.count; })->count;
+  float total[ROWS] = {};
+  for (long t = 0; t < shared; ++t) {
+    UNROLLED for (int r = 0; r < ROWS; ++r) total[r] += queries[r].scores[t];
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    float* scores = queries[r].scores;
+    for (long t = shared; t < queries[r].count; ++t) total[r] += scores[t];
+    for (long t = 0, end = Padded(queries[r].count); t < end; ++t) scores[t] = Narrowed<Row>(scores[t] / total[r]);
+  }
+}
+
+// Adds the weighted values of slots [begin, end) to PARTS vectors, from a column on, of ROWS queries.
+template <int ROWS, int PARTS, typename Row>
+inline void AddValues(const Query* queries, const Row* values, long stride, long column, long begin, long end) {
+  Floats sums[ROWS][PARTS];
+  const float* weights[ROWS];
+  UNROLLED for (int r = 0; r < ROWS; ++r) {
+    weights[r] = queries[r].scores;
+    UNROLLED for (int part = 0; part < PARTS; ++part) sums[r][part] = Load(queries[r].mixed + column + part * kFloats);
+  }
+  for (long t = begin; t < end; ++t) {
+    Floats value[PARTS];
+    UNROLLED for (int part = 0; part < PARTS; ++part) value[part] = Load(values + t * stride + column + part * kFloats);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+      const Floats weight = Fill(weights[r][t]);
+      UNROLLED for (int part = 0; part < PARTS; ++part) sums[r][part] = MulAdd(value[part], weight, sums[r][part]);
+    }
+  }
+  UNROLLED for (int r = 0; r < ROWS; ++r) {
+    UNROLLED for (int part = 0; part < PARTS; ++part) Store(queries[r].mixed + column + part * kFloats, sums[r][part]);
+  }
+}
+
+template <int ROWS, typename Row>
+inline void AddValues(const Query* queries, const Row* values, long stride, long width, long begin, long end) {
+  long column = 0;
+  for (; column + kMixedParts * kFloats <= width; column += kMixedParts * kFloats) {
+    AddValues<ROWS, kMixedParts>(queries, values, stride, column, begin, end);
+  }
+  for (; column + kFloats <= width; column += kFloats) AddValues<ROWS, 1>(queries, values, stride, column, begin, end);
+  for (; column < width; ++column) {
+    for (int r = 0; r < ROWS; ++r) {
+      for (long t = begin; t < end; ++t) queries[r].mixed[column] += AsFloat(values[t * stride + column]) * queries[r].scores[t];
+    }
+  }
+}
+
+// Adds the values of those of slots [begin, end) that each query counts.
+template <int ROWS, typename Row>
+inline void Mix(const Query* queries, const Row* values, long stride, long width, long begin, long end) {
+  long shared = end;
+  for (int r = 0; r < ROWS; ++r) shared = std::clamp(queries[r].count, begin, shared);
+  AddValues<ROWS>(queries, values, stride, width, begin, shared);
+  for (int r = 0; r < ROWS; ++r) AddValues<1>(queries + r, values, stride, width, shared, std::min(end, queries[r].count));
+}
+
+// Attention of rows [begin, end), in the order (sequence, key and value head, token, query head of the group).
 template <typename Row>
 void Attend(const Attention& a, long begin, long end) {
-  thread_local std::vector<float> weights;
-  const long group = a.heads / a.kv_heads;
-  for (long unit = begin; unit < end; ++unit) {
-    const long head = unit % a.kv_heads, token = unit / a.kv_heads, sequence = token / a.tokens;
-    const bool* visible = a.visible + token * a.slots;
-    long count = a.slots;
-    while (count > 1 && !visible[count - 1]) --count;
-    weights.resize(group * count);
-    const long first = (token * a.heads + head * group) * a.width, rows = sequence * a.slots * a.kv_heads + head;
-    const Row* keys = static_cast<const Row*>(a.keys) + rows * a.width;
-    const Row* values = static_cast<const Row*>(a.values) + rows * a.width;
-    const long stride = a.kv_heads * a.width;
-    FloatRows<Row>({keys, a.queries + first, weights.data(), group, a.width, count, stride}, 0, count);
-    const float scale = 1 / std::sqrt(static_cast<float>(a.width));
-    for (long g = 0; g < group; ++g) Softmax<Row>(weights.data() + g * count, visible, count, scale);
-    FloatColumns<Row>({values, weights.data(), a.mixed + first, group, count, a.width, stride}, 0, a.width);
+  thread_local std::vector<float> scores;
+  const long group = a.heads / a.kv_heads, per_head = a.tokens * group, stride = a.kv_heads * a.width;
+  const long room = Padded(a.slots) + 16;  // Rows that are a power of two apart compete for places in a cache.
+  scores.resize(kQueries * room);
+  const long steps = a.width % (4 * kFloats) ? 0 : a.width / (4 * kFloats);
+  const auto score = steps == 1 ? Score<1, Row> : steps == 2 ? Score<2, Row> : steps == 4 ? Score<4, Row> : Score<0, Row>;
+  const float scale = 1 / std::sqrt(static_cast<float>(a.width));
+  for (long row = begin, rows; row < end; row += rows) {
+    const long head = row / per_head, sequence = head / a.kv_heads;
+    rows = std::min({end - row, (head + 1) * per_head - row, kQueries});
+    Query queries[kQueries];
+    long most = 0;
+    for (long r = 0; r < rows; ++r) {
+      const long member = (row + r) % per_head, token = sequence * a.tokens + member / group;
+      const long first = (token * a.heads + head % a.kv_heads * group + member % group) * a.width;
+      const bool* visible = a.visible + token * a.slots;
+      const bool same = r > 0 && queries[r - 1].visible == visible;
+      const long count = same ? queries[r - 1].count : Counted(visible, a.slots);
+      queries[r] = {a.queries + first, visible, scores.data() + r * room, a.mixed + first, count};
+      std::fill_n(a.mixed + first, a.width, 0.0f);
+      most = std::max(most, count);
+    }
+    const long before = (sequence * a.slots * a.kv_heads + head % a.kv_heads) * a.width;
+    const Row* values = static_cast<const Row*>(a.values) + before;
+    score(queries, rows, static_cast<const Row*>(a.keys) + before, stride, a.width, most);
+    for (long r = 0; r < rows; ++r) Exponents(queries[r], scale);
+    InBlocks<8>(rows, [&]<int ROWS>(long r) { Weigh<ROWS, Row>(queries + r); });
+    for (long slot = 0; slot < most; slot += kMixedSlots) {
+      const long last = std::min(most, slot + kMixedSlots);
+      InBlocks<kMixedRows>(rows, [&]<int ROWS>(long r) { Mix<ROWS>(queries + r, values, stride, a.width, slot, last); });
+    }
   }
 }
 

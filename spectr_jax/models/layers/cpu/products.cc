@@ -11,6 +11,7 @@
 #include <memory>
 #include <numeric>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -20,6 +21,7 @@
 
 // Loops over the sums of a block of rows: a compiler keeps the sums in registers only where these are unrolled.
 #define UNROLLED _Pragma("GCC unroll 8")
+#define INLINED __attribute__((always_inline))
 
 namespace ffi = xla::ffi;
 
@@ -48,6 +50,8 @@ constexpr long kLine = 32;       // Of 16 bits: the cache line of most CPUs.
 constexpr long kAhead = 2048;     // Bytes; a CPU's own prefetching stops at the end of each page.
 constexpr long kRowsAhead = 8;    // Of weights [inputs, outputs], read ahead.
 constexpr long kCachedRows = 16;  // Rows of activations that stay in a CPU's first cache.
+constexpr long kQueries = 24;     // Rows of attention that read keys and values together.
+constexpr long kMixedSlots = 64;  // Values of these slots stay in a CPU's first cache.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
 struct Int8Product {
@@ -257,7 +261,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::BufferR4<ffi::F32> queries, ffi::An
                     q[1], k[1], q[2], k[2], q[3]};
   const Kernels& kernels = kLevels[chosen_level];
   const auto kernel = keys.element_type() == ffi::F32 ? kernels.float_attention : kernels.bfloat16_attention;
-  InParallel(pool, q[0] * q[1] * k[2], 2 * k[1] * q[3] * q[2] / k[2], [&](long begin, long end) { kernel(a, begin, end); });
+  InParallel(pool, q[0] * q[1] * q[2], 2 * k[1] * q[3], [&](long begin, long end) { kernel(a, begin, end); });
   return ffi::Error::Success();
 }
 
