@@ -11,6 +11,7 @@
 #include <memory>
 #include <numeric>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -48,6 +49,7 @@ constexpr long kLine = 32;       // Of 16 bits: the cache line of most CPUs.
 constexpr long kAhead = 2048;     // Bytes; a CPU's own prefetching stops at the end of each page.
 constexpr long kRowsAhead = 8;    // Of weights [inputs, outputs], read ahead.
 constexpr long kCachedRows = 16;  // Rows of activations that stay in a CPU's first cache.
+constexpr long kGroupRows = 48;   // Rows of activations that stay in a CPU's second cache.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
 struct Int8Product {
