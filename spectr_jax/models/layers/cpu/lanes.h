@@ -180,8 +180,8 @@ template <int COUNT, typename Of>
   [&]<int... I>(std::integer_sequence<int, I...>) { (of(I), ...); }(std::make_integer_sequence<int, COUNT>());
 }
 
-// The products of ROWS rows with kTileOutputs outputs. Each step prefetches two lines at `ahead`, which it moves by `stride_ahead`.
-// Not inlined, because GCC then keeps the sums in registers.
+// The products of ROWS rows with kTileOutputs outputs. Meanwhile it reads ahead from `ahead`, `step` bytes further each time.
+// It is not inlined, so that all registers are free for the sums.
 template <int ROWS>
 [[gnu::noinline]] void Int8Tile(const int8_t* w, const Int8Product& p, long row, long output, const int8_t* ahead, long step) {
   const long inputs = p.inputs, stride = p.whole_stride;
@@ -193,7 +193,7 @@ template <int ROWS>
     if (long i = begin; i < rest) {
       Pairs even[kTileOutputs][ROWS], odd[kTileOutputs][ROWS];
       Unroll<kTileOutputs>([&](int o) { Unroll<ROWS>([&](int r) { even[o][r] = odd[o][r] = NoPairs(); }); });
-      _Pragma("GCC unroll 3") do {
+      _Pragma("GCC unroll 3") do {  // GCC stores the sums in memory if there may be no step.
         __builtin_prefetch(ahead);
         __builtin_prefetch(ahead + 64);
         Unroll<kTileOutputs>([&](int o) {
@@ -224,18 +224,18 @@ template <int ROWS>
   }
 }
 
-// Outputs [begin, end), in tiles of about equal numbers of rows. Each tile reads ahead its share of the next outputs' weights.
+// Outputs [begin, end), in tiles of about equal numbers of rows. Each tile reads its share of the next outputs' weights ahead.
 void Int8Tiles(const Int8Product& p, long begin, long end) {
   const long groups = (p.rows + kGroupRows - 1) / kGroupRows;
   for (long g = 0; g < groups; ++g) {
-    const long from = p.rows * g / groups, to = p.rows * (g + 1) / groups, tiles = (to - from + kTileRows - 1) / kTileRows;
+    const long from = p.rows * g / groups, rows = p.rows * (g + 1) / groups - from, tiles = (rows + kTileRows - 1) / kTileRows;
+    const long step = 2 * kPairs * kTileOutputs / tiles;
     for (long o = begin; o < end; o += kTileOutputs) {
       const int8_t* w = p.weights + o * p.inputs;
-      for (long t = 0, row = from; t < tiles; ++t) {
+      for (long t = 0; t < tiles; ++t) {
         const int8_t* ahead = w + kTileOutputs * p.inputs * (tiles + t) / tiles;
-        const long rows = (to - row + tiles - t - 1) / (tiles - t);
-        InBlocks<kTileRows>(row + rows, [&]<int ROWS>(long first) { Int8Tile<ROWS>(w, p, first, o, ahead, 256 / tiles); }, row);
-        row += rows;
+        const long first = from + rows * t / tiles, last = from + rows * (t + 1) / tiles;
+        InBlocks<kTileRows>(last, [&]<int ROWS>(long row) { Int8Tile<ROWS>(w, p, row, o, ahead, step); }, first);
       }
     }
   }
