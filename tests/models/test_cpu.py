@@ -190,6 +190,31 @@ def test_each_row_has_the_same_bits_alone(level):
     np.testing.assert_array_equal(attention(q[:, :16], k, k, mask), alone)
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(577, 65), (4170, 9), (9001, 5), (40, 6), (64, 1)])
+def test_int8_rows_have_the_same_bits_in_tiles(level, inputs, outputs):
+    """Calls on many rows multiply tiles of rows and outputs; sizes here are not multiples of them."""
+    x, kernel, scale = _int8(70, inputs, outputs)
+    x[5] *= 1e-3
+    alone = np.concatenate([cpu.int8_rows(row[None], kernel, scale) for row in x])
+    for rows in range(1, 71):
+        np.testing.assert_array_equal(cpu.int8_rows(x[:rows], kernel, scale), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(577, 193), (33, 6), (7, 40), (1000, 1), (1, 3)])
+def test_float_columns_have_the_same_bits_alone_and_in_any_number_of_rows(
+    level, inputs, outputs, dtype
+):
+    """The inputs are summed in parts, which may be empty."""
+    x, weights = _factors(20, inputs, outputs)
+    kernel = jnp.asarray(weights.T, dtype)
+    alone = np.concatenate([cpu.float_columns(row[None], kernel) for row in x])
+    for rows in range(1, 21):
+        np.testing.assert_array_equal(cpu.float_columns(x[:rows], kernel), alone[:rows])
+    exact = x.astype(np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(alone, exact, atol=2e-6 * inputs)
+
+
 def test_kernel_gradients_equal_analytic_gradients():
     x, kernel, scale = _int8(3, 40, 24)
     g = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)

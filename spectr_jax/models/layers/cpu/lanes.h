@@ -6,6 +6,8 @@
 #if LEVEL == 4
 constexpr int kMostRows = 8;  // Their sums fit the registers.
 constexpr int kMixedRows = 6, kMixedParts = 4;  // As well.
+constexpr long kFewRows = 5;  // Up to here reading the weights takes the time, and one stream of them is fastest.
+constexpr int kTileRows = 3, kTileOutputs = 4;  // The sums of a tile fill 24 of 32 registers.
 using Floats = __m512;
 constexpr long kFloats = 16;
 inline Floats Load(const float* p) { return _mm512_loadu_ps(p); }
@@ -38,15 +40,29 @@ inline Floats Folded(Floats a, Floats b) {
   return Add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
 }
 
-using Pairs = __m512i;
+using Pairs = int32_t __attribute__((vector_size(64)));  // GCC copies sums of type __m512i in every step.
 using Wide = __m512i;
 constexpr long kPairs = 32;
-inline Pairs NoPairs() { return _mm512_setzero_si512(); }
+inline Pairs NoPairs() { return Pairs{}; }
 inline Wide Widened(const int8_t* w) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
 }
-inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) { return _mm512_dpwssd_epi32(sum, w, _mm512_loadu_si512(x)); }
-inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(sum); }
+inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) {
+  return reinterpret_cast<Pairs>(_mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), w, _mm512_loadu_si512(x)));
+}
+inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)); }
+// Adds to `totals` the totals of four sums, each with the bits of `Total`.
+inline void AddTotals(const Floats (&v)[kTileOutputs], float* totals) {
+  Floats two[2];
+  for (int i : {0, 1}) {
+    const Floats a = v[2 * i], b = v[2 * i + 1];
+    two[i] = Add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  const Floats four = Add(_mm512_shuffle_f32x4(two[0], two[1], 0x88), _mm512_shuffle_f32x4(two[0], two[1], 0xdd));
+  const Floats half = Add(four, _mm512_permute_ps(four, 0x4e)), all = Add(half, _mm512_permute_ps(half, 0xb1));
+  const __m128 sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_set4_epi32(12, 8, 4, 0), all));
+  _mm_storeu_ps(totals, _mm_add_ps(_mm_loadu_ps(totals), sums));
+}
 
 #elif LEVEL == 2
 constexpr int kMostRows = 3;
@@ -84,17 +100,17 @@ inline Floats Folded(Floats a, Floats b) {
   return Add(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
 }
 
-using Pairs = __m256i;
+using Pairs = int32_t __attribute__((vector_size(32)));
 using Wide = __m256i;
 constexpr long kPairs = 16;
-inline Pairs NoPairs() { return _mm256_setzero_si256(); }
+inline Pairs NoPairs() { return Pairs{}; }
 inline Wide Widened(const int8_t* w) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
 }
 inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+  return sum + reinterpret_cast<Pairs>(_mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }
-inline Floats AsFloats(Pairs sum) { return _mm256_cvtepi32_ps(sum); }
+inline Floats AsFloats(Pairs sum) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(sum)); }
 
 #else
 constexpr int kMostRows = 3;
@@ -206,7 +222,83 @@ void Int8Output(const int8_t* w, const Int8Product& p, long row, long output) {
   UNROLLED for (int r = 0; r < ROWS; ++r) p.y[(row + r) * p.outputs + output] = total[r] * (p.row_scale[row + r] * p.scale[output]);
 }
 
+#if LEVEL == 4
+// Calls `of` for 0 to COUNT - 1, which are constants in it.
+template <int COUNT, typename Of>
+[[gnu::always_inline]] inline void Unroll(const Of& of) {
+  [&]<int... I>(std::integer_sequence<int, I...>) { (of(I), ...); }(std::make_integer_sequence<int, COUNT>());
+}
+
+// The products of ROWS rows with kTileOutputs outputs. Meanwhile it reads ahead from `ahead`, `step` bytes further each time.
+// It is not inlined, so that all registers are free for the sums.
+template <int ROWS>
+[[gnu::noinline]] void Int8Tile(const int8_t* w, const Int8Product& p, long row, long output, const int8_t* ahead, long step) {
+  const long inputs = p.inputs, stride = p.whole_stride;
+  const int16_t* x = p.whole + row * stride;
+  float total[ROWS][kTileOutputs] = {};
+  for (long begin = 0, end; begin < inputs; begin = end) {
+    end = std::min(inputs, begin + kSegment);
+    const long rest = end - (end - begin) % (2 * kPairs);
+    if (long i = begin; i < rest) {
+      Pairs even[kTileOutputs][ROWS], odd[kTileOutputs][ROWS];
+      Unroll<kTileOutputs>([&](int o) { Unroll<ROWS>([&](int r) { even[o][r] = odd[o][r] = NoPairs(); }); });
+      _Pragma("GCC unroll 3") do {  // GCC stores the sums in memory if there may be no step.
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + 64);
+        Unroll<kTileOutputs>([&](int o) {
+          const Wide first = Widened(w + o * inputs + i), second = Widened(w + o * inputs + i + kPairs);
+          Unroll<ROWS>([&](int r) {
+            even[o][r] = MulAdd(first, x + r * stride + i, even[o][r]);
+            odd[o][r] = MulAdd(second, x + r * stride + i + kPairs, odd[o][r]);
+          });
+        });
+        i += 2 * kPairs;
+        ahead += step;
+      } while (i < rest);
+      Unroll<ROWS>([&](int r) {
+        Floats sums[kTileOutputs];
+        Unroll<kTileOutputs>([&](int o) { sums[o] = Add(AsFloats(even[o][r]), AsFloats(odd[o][r])); });
+        AddTotals(sums, total[r]);
+      });
+    }
+    for (long j = rest; j < end; ++j) {
+      for (int r = 0; r < ROWS; ++r) {
+        for (int o = 0; o < kTileOutputs; ++o) total[r][o] += static_cast<float>(w[o * inputs + j] * x[r * stride + j]);
+      }
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    float* y = p.y + (row + r) * p.outputs + output;
+    for (int o = 0; o < kTileOutputs; ++o) y[o] = total[r][o] * (p.row_scale[row + r] * p.scale[output + o]);
+  }
+}
+
+// Outputs [begin, end), in tiles of about equal numbers of rows. Each tile reads its share of the next outputs' weights ahead.
+void Int8Tiles(const Int8Product& p, long begin, long end) {
+  const long groups = (p.rows + kGroupRows - 1) / kGroupRows;
+  for (long g = 0; g < groups; ++g) {
+    const long from = p.rows * g / groups, rows = p.rows * (g + 1) / groups - from, tiles = (rows + kTileRows - 1) / kTileRows;
+    const long step = 2 * kPairs * kTileOutputs / tiles;
+    for (long o = begin; o < end; o += kTileOutputs) {
+      const int8_t* w = p.weights + o * p.inputs;
+      for (long t = 0; t < tiles; ++t) {
+        const int8_t* ahead = w + kTileOutputs * p.inputs * (tiles + t) / tiles;
+        const long first = from + rows * t / tiles, last = from + rows * (t + 1) / tiles;
+        InBlocks<kTileRows>(last, [&]<int ROWS>(long row) { Int8Tile<ROWS>(w, p, row, o, ahead, step); }, first);
+      }
+    }
+  }
+}
+#endif
+
 void Int8Rows(const Int8Product& p, long begin, long end) {
+#if LEVEL == 4
+  if (p.rows > kFewRows) {
+    const long rest = end - (end - begin) % kTileOutputs;
+    Int8Tiles(p, begin, rest);
+    begin = rest;
+  }
+#endif
   for (long from = 0; from < p.rows; from += kCachedRows) {
     const long to = std::min(p.rows, from + kCachedRows);
     for (long o = begin; o < end; ++o) {

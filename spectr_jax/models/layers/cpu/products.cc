@@ -12,6 +12,7 @@
 #include <numeric>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -52,6 +53,8 @@ constexpr long kRowsAhead = 8;    // Of weights [inputs, outputs], read ahead.
 constexpr long kCachedRows = 16;  // Rows of activations that stay in a CPU's first cache.
 constexpr long kQueries = 24;     // Rows of attention that read keys and values together.
 constexpr long kMixedSlots = 64;  // Values of these slots stay in a CPU's first cache.
+constexpr long kGroupRows = 48;   // Rows of activations that stay in a CPU's second cache.
+constexpr long kParts = 8;        // Of the inputs of weights [inputs, outputs], which threads share out.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
 struct Int8Product {
@@ -224,6 +227,27 @@ ffi::Error Int8Rows(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> x, ffi::Buffer
   return ffi::Error::Success();
 }
 
+// A product with weights [inputs, outputs] in kParts parts of the inputs, so that each thread reads one long piece of memory.
+// The sums of the parts are added in order, whatever the number of threads.
+void InParts(ffi::ThreadPool& pool, const FloatProduct& p, long bytes, void (*kernel)(const FloatProduct&, long, long)) {
+  const auto start = [&p](long part) { return part == kParts ? p.inputs : p.inputs * part / kParts / 4 * 4; };
+  const long size = p.rows * p.outputs;
+  const auto sums = std::make_unique_for_overwrite<float[]>((kParts - 1) * size);
+  InParallel(pool, kParts, size * p.inputs / kParts, [&](long begin, long end) {
+    for (long part = begin; part < end; ++part) {
+      const long from = start(part), inputs = start(part + 1) - from;
+      std::vector<float> x(p.rows * inputs);
+      for (long r = 0; r < p.rows; ++r) std::copy_n(p.x + r * p.inputs + from, inputs, x.data() + r * inputs);
+      const void* weights = static_cast<const char*>(p.weights) + from * p.stride * bytes;
+      float* y = part == 0 ? p.y : sums.get() + (part - 1) * size;
+      kernel({weights, x.data(), y, p.rows, inputs, p.outputs, p.stride}, 0, p.outputs);
+    }
+  });
+  for (long part = 1; part < kParts; ++part) {
+    for (long i = 0; i < size; ++i) p.y[i] += sums[(part - 1) * size + i];
+  }
+}
+
 // A product with float weights, whose axis `contracted` is that of the inputs.
 ffi::Error Product(ffi::ThreadPool& pool, const ffi::BufferR2<ffi::F32>& x, const ffi::AnyBuffer& weights, int contracted,
                    ffi::ResultBufferR2<ffi::F32>& y, void (*floats)(const FloatProduct&, long, long),
@@ -235,7 +259,11 @@ ffi::Error Product(ffi::ThreadPool& pool, const ffi::BufferR2<ffi::F32>& x, cons
   const auto kernel = weights.element_type() == ffi::F32 ? floats : bfloat16s;
   const long outputs = shape[1 - contracted];
   const FloatProduct p{weights.untyped_data(), x.typed_data(), y->typed_data(), rows, inputs, outputs, shape[1]};
-  InParallel(pool, outputs, rows * inputs, [&](long begin, long end) { kernel(p, begin, end); });
+  if (contracted == 0) {
+    InParts(pool, p, weights.element_type() == ffi::F32 ? 4 : 2, kernel);
+  } else {
+    InParallel(pool, outputs, rows * inputs, [&](long begin, long end) { kernel(p, begin, end); });
+  }
   return ffi::Error::Success();
 }
 
