@@ -30,7 +30,7 @@ NUM_DRAFTS, DRAFT_LENGTH = 8, 4
 ANY_TREE = "4,2,1,1"
 """The default tree of methods that draft any tree."""
 
-RECALLED_TREE = "recall:4"
+RECALLED_TREE = "recall:5"
 """The default tree of `recycle`."""
 
 
@@ -58,7 +58,7 @@ class Method:
         for part, kind, example in (
             ("tree", Tree, "tree.parse('4,2,1')"),
             ("verifier", Verifier, "TokenByToken(plan)"),
-            ("drafter", Drafter, "Lookup()"),
+            ("drafter", Drafter, "Recall()"),
         ):
             value = getattr(self, part)
             if not isinstance(value, kind):

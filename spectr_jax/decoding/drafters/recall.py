@@ -3,8 +3,8 @@
 Prompt lookup (Saxena, 2023; LLMA: Yang et al., 2023, arXiv 2304.04487) copies the tokens that
 followed an earlier occurrence of the last tokens; the longest match comes first, as in SAM decoding
 (Hu et al., 2024, arXiv 2411.10666). Token Recycling (Luo et al., 2024, arXiv 2408.08696) drafts
-after each token what the target ranked first after the same token the last time. One drafter does
-both, and either alone.
+after each token what the target ranked first after the same token, the last time a call scored it.
+One drafter does both, and either alone.
 
 Shape suffixes: T places of a sequence, W nodes of a level, C children, V vocabulary, R ranks.
 """
@@ -71,13 +71,14 @@ class Recall(Drafter):
 
     The candidates for the children of a node are the first distinct tokens that followed earlier
     occurrences of its last tokens, where longer matches come first and among equals later ones; and
-    the tokens that the target ranked first after the node's token, the last time it scored it. The
-    children are the best candidates by fitted acceptance rates. A token of -1 means no draft.
+    the tokens that the target ranked first after the node's token, the last time a call scored it.
+    The children are the best candidates by fitted acceptance rates. A token of -1 means no draft.
 
     A match may run into the path itself, so that a repeated phrase fills the whole tree.
 
-    The state is a table [B, V, R] of each sequence, which each call updates at all tokens that the
-    target scored, accepted or not. It starts from a `Bigram` of the target, if `draft` is one.
+    The state is a table [V, R] of each sequence, int32, which each call updates at all tokens that
+    the target scored, accepted or not. It starts from a `Bigram` of the target, if there is one:
+    `generate` takes it as the draft model.
 
     Attributes:
       max_ngram: the longest match that is told apart from longer ones; 0 to copy nothing.
@@ -146,9 +147,9 @@ class Recall(Drafter):
         def stored(table: Table, tokens: NodeTokens, path: Array, new: Any, top: Array) -> Table:
             nodes = jnp.arange(len(tokens))
             accepted = jnp.any((nodes == path[:, None]) & (jnp.arange(len(path)) < new)[:, None], 0)
-            order = nodes + len(tokens) * (accepted | (nodes == 0))
-            newer = (tokens == tokens[:, None]) & (order > order[:, None])
-            places = jnp.where((tokens < 0) | jnp.any(newer, axis=1), len(table), tokens)
+            priority = nodes + len(tokens) * (accepted | (nodes == 0))
+            outdone = (tokens == tokens[:, None]) & (priority > priority[:, None])
+            places = jnp.where((tokens < 0) | jnp.any(outdone, axis=1), len(table), tokens)
             return table.at[places].set(top, mode="drop")
 
         accepted_B = verified.after.lengths - verified.lengths_before - 1
@@ -204,13 +205,13 @@ class Recall(Drafter):
             matches=jnp.where(agree, jnp.minimum(longer, self.max_ngram), 0),
         )
 
-    def _candidates(
-        self, end: IntScalar, count: int, table: Table | None, tokens: Row, matches: Row
-    ) -> Int[Array, " children"]:
-        """Returns the best `count` candidates for the token at `end`; -1 where there are no more."""
-        T, last = len(tokens), tokens[end - 1]
-        place = jnp.arange(T)
-        priority = jnp.where(matches >= self.min_ngram, matches * T + place, 0)
+    def _copies(
+        self, count: int, tokens: Row, matches: Row
+    ) -> tuple[Int[Array, " copies"], Float[Array, " copies"]]:
+        """Returns what followed the best matches, distinct, with scores; -1 if there are no more."""
+        T = len(tokens)
+        # Longer matches rank first, and among equals later places do.
+        priority = jnp.where(matches >= self.min_ngram, matches * T + jnp.arange(T), 0)
         copied, scores = [], []
         for number in range(count if self.max_ngram else 0):
             best = jnp.max(priority)
@@ -218,15 +219,23 @@ class Recall(Drafter):
             matched = jnp.float32(MATCHED)[jnp.minimum(best // T, len(MATCHED) - 1)]
             scores.append(matched + np.float32(LATER * (number > 0)))
             priority = jnp.where(tokens == copied[-1], 0, priority)
-        candidates, score = jnp.array(copied, jnp.int32), jnp.array(scores, jnp.float32)
+        return jnp.array(copied, jnp.int32), jnp.array(scores, jnp.float32)
+
+    def _candidates(
+        self, end: IntScalar, count: int, table: Table | None, tokens: Row, matches: Row
+    ) -> Int[Array, " children"]:
+        """Returns the best `count` candidates for the token at `end`; -1 if there are no more."""
+        candidates, scores = self._copies(count, tokens, matches)
         if table is not None:
+            last = tokens[end - 1]
             ranked = jnp.where(last < 0, -1, table[jnp.maximum(last, 0)])
             of_rank = jnp.float32([*RANKED, *RANKED[-1:] * MOST_RANKS][: self.ranks])
             same = (candidates[:, None] == ranked) & (ranked >= 0)
-            score += jnp.where(jnp.any(same, axis=1), same @ of_rank, np.float32(UNRANKED))
+            scores += jnp.where(jnp.any(same, axis=1), same @ of_rank, np.float32(UNRANKED))
+            # A copied token that is in the table too is one candidate.
             candidates = jnp.append(candidates, jnp.where(jnp.any(same, axis=0), -1, ranked))
-            score = jnp.append(score, of_rank + np.float32(MATCHED[0]))
-        order = jnp.argsort(jnp.where(candidates < 0, jnp.inf, -score), stable=True)
+            scores = jnp.append(scores, of_rank + np.float32(MATCHED[0]))
+        order = jnp.argsort(jnp.where(candidates < 0, jnp.inf, -scores), stable=True)
         best = candidates[order][:count]
         return jnp.pad(best, (0, count - len(best)), constant_values=-1)
 

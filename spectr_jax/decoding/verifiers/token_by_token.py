@@ -78,7 +78,7 @@ class TokenByToken(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class FromTarget(TokenByToken):
-    """Verifies distinct drafts that are functions of the sequence so far, such as `Lookup`'s.
+    """Verifies distinct drafts that are functions of the sequence so far, such as `Recall`'s.
 
     It draws each token from the target, and continues at the draft that equals it. The acceptance
     is the probability of the drafts under q; no exact verifier has a higher one.
