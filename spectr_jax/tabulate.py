@@ -5,7 +5,7 @@
 
 The first command takes 20 minutes on two CPU cores with bfloat16 products: SmolLM2 writes chats and
 scores them. Text is faster. What `spectr_jax.label` wrote can be given as text too; that command
-resumes after a stop. Then decode with --method=recycle --draft=drafts/smollm2_bigram.
+resumes after a stop, and this one does not. Then decode with --method=recycle --draft=drafts/smollm2_bigram.
 """
 
 from absl import flags
@@ -22,13 +22,16 @@ _TEXT = flags.DEFINE_string(
     "target writes chats.",
 )
 _OUT = flags.DEFINE_string(
-    "out", None, "The folder that gets TARGET_bigram.safetensors.", required=True
+    "out", None, "The folder that gets NAME_bigram.safetensors.", required=True
 )
 _COUNT = flags.DEFINE_integer(
     "count", 2_048, "Number of chats, or of sentences of each corpus.", lower_bound=1
 )
 _LENGTH = flags.DEFINE_integer(
-    "length", 256, "Tokens per row; longer sequences are cut.", lower_bound=8
+    "length",
+    None,
+    "Tokens per row; longer sequences are cut. By default 256, or the context if it is shorter.",
+    lower_bound=8,
 )
 _RANKS = flags.DEFINE_integer(
     "ranks", 8, "Number of next tokens of each token.", lower_bound=1, upper_bound=64
@@ -47,7 +50,7 @@ def main():
 
     from spectr_jax.distillation import bigrams
     from spectr_jax.loading.pairs import load_alone
-    from spectr_jax.models.frozen import check_context, digest
+    from spectr_jax.models.frozen import digest
     from spectr_jax.models.weights import save_weights
     from spectr_jax.utils.errors import UserError
     from spectr_jax.utils.files import expanded
@@ -57,11 +60,13 @@ def main():
     out = expanded(_OUT.value)
     target = load_alone(_TARGET.value, _DTYPE.value)
     vocab_size, context = target.model.vocab_size, target.model.context
-    check_context(f"--length={_LENGTH.value}", _LENGTH.value, target, "lower it")
     if _RANKS.value > vocab_size:
         raise UserError(f"--ranks={_RANKS.value}: {_TARGET.value!r} has {vocab_size} tokens")
-    options = target, _COUNT.value, _LENGTH.value, _TEMPERATURE.value, _SEED.value
-    sources = [bigrams.rows_of_source(name, *options) for name in _TEXT.value.split(",")]
+    length, names = _LENGTH.value or min(256, context), _TEXT.value.split(",")
+    if len(names) > 1 and "" in names:
+        raise UserError(f"--text={_TEXT.value}: a name is empty; remove a comma")
+    options = target, _COUNT.value, length, _TEMPERATURE.value, _SEED.value
+    sources = [bigrams.rows_of_source(name, *options) for name in names]
     rows_of = bigrams.labelled(itertools.chain(*sources), target)
     model, tokens = bigrams.tabulated(rows_of, vocab_size, context, _RANKS.value)
     notes = {"target": _TARGET.value, "weights": digest(target.model), "tokens": tokens}
@@ -73,4 +78,4 @@ def main():
 
 if __name__ == "__main__":
     cli.define_import_flag()
-    cli.run(main, output=_OUT)
+    cli.run(main, output=_OUT, resumes=False)

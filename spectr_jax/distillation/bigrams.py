@@ -12,6 +12,7 @@ from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.bigram import Bigram, BigramConfig, token_dtype
+from spectr_jax.models.frozen import check_context
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded
@@ -35,18 +36,22 @@ def rows_of_source(
       seed: of chats.
 
     Raises:
-      UserError: the source cannot be read or has another vocabulary, or the target has no chat
-        template.
+      UserError: the source cannot be read or has another vocabulary, its rows exceed the target's
+        context, or the target has no chat template.
     """
     if (expanded(name) / labels.INDEX).exists():
         rows = labels.open_labels(name)
         if rows.vocabulary != target.tokenizer.vocabulary:
             hint = "give rows that this target wrote or read"
             raise UserError(f"text={name!r}: has another vocabulary than {target.name!r}; {hint}")
+        check_context(f"text={name!r}", rows.length, target, "label shorter rows")
         starts = range(0, len(rows), BATCH)
         return (rows.take(np.arange(at, min(at + BATCH, len(rows)))) for at in starts)
+    check_context(f"length={length}", length, target, "lower it")
     if name:
         texts = teaching.read_texts(open_sentences(name), target.tokenizer)
+    elif target.tokenizer.template is None:
+        raise UserError(f"text='': {target.name!r} has no chat template; give a corpus")
     else:
         policy = Policy(temperature, eos=target.tokenizer.eos)
         texts = teaching.conversations(target, length, policy, seed)
@@ -58,7 +63,7 @@ def rows_of_source(
 def labelled(rows_of: Iterable[np.ndarray], target: Trained) -> Iterator[np.ndarray]:
     """Yields rows with the target's labels."""
     fill = teaching.labeller(target)
-    with tqdm.tqdm(unit="token", unit_scale=True, dynamic_ncols=True) as bar:
+    with tqdm.tqdm(unit="sequence", dynamic_ncols=True) as bar:
         for rows in rows_of:
             length = rows.dtype["tokens"].shape[0]
             filled = np.zeros(len(rows), labels.row_type(target.model.vocab_size, length))
@@ -67,7 +72,7 @@ def labelled(rows_of: Iterable[np.ndarray], target: Trained) -> Iterator[np.ndar
             for start in range(0, len(rows), teaching.ROWS):
                 part = filled[start : start + teaching.ROWS]
                 fill(part)
-                bar.update(int((part["segments"] > 0).sum()))
+                bar.update(int(part["segments"].max(axis=1).sum()))
             yield filled
 
 
@@ -77,8 +82,8 @@ def tabulated(
     """Returns the bigram model of labelled rows, and the number of their tokens.
 
     The probability of a next token is the mean of the target's after all occurrences of a token,
-    counting only the `ranks` likeliest at each. All tokens together count as one more occurrence of
-    each, so that rare tokens have next tokens too.
+    counting only the `ranks` likeliest at each. The mean over all tokens is added to each token's
+    sum once, so that rare tokens have next tokens too.
     """
     pairs, mass = np.zeros(0, np.int64), np.zeros(0)
     counts = np.zeros(vocab_size)

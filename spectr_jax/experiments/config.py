@@ -136,7 +136,7 @@ def spec_bench_config() -> ml_collections.ConfigDict:
         dtype="int8",
         questions="",  # Spec-Bench's file, JSON lines.
         questions_per_task=0,  # Evenly spaced questions of each task; 0 for all.
-        methods=("lookup chain:2", "recycle recall:3", "block chain:1"),  # Names and trees.
+        methods=("lookup chain:2", "recycle recall:5", "block chain:1"),  # Names and trees.
         temperatures=(0.0, 1.0),
         max_new_tokens=1_024,  # Per answer.
         runs=3,

@@ -34,8 +34,6 @@ relative to the 97M at (4, 1)."""
 
 _LEADERBOARD = "Spec-Bench's leaderboard, commit 09244ff"
 SPEC_BENCH = (
-    ("SpS", "Vicuna-13B", 1.54, "quoted, not checked"),
-    ("PLD", "Vicuna-13B", 1.56, "quoted, not checked"),
     ("EAGLE-3", "-", 3.0, "quoted, not checked"),
     ("SpS", "Vicuna-13B, A100", 1.49, _LEADERBOARD),
     ("PLD", "Vicuna-13B, A100", 1.48, _LEADERBOARD),

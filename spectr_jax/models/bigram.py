@@ -1,4 +1,4 @@
-"""The tokens that most often follow each token: a model that costs nothing to run.
+"""A bigram model: the tokens that most often follow each token.
 
 It starts the table of recycled tokens (`decoding.drafters.recall`), and can draft for any verifier.
 `spectr_jax.tabulate` makes one for any target.

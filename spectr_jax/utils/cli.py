@@ -96,12 +96,15 @@ def _import_modules() -> None:
             ) from error
 
 
-def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> None:
+def run(
+    main: Callable[[], None], output: flags.FlagHolder | None = None, resumes: bool = True
+) -> None:
     """Parses the flags and runs `main`. A user error becomes one line without a traceback
     (`errors.explain`).
 
     `main` raises `UserError` for bad input, and `Interrupted` once a stopped run is saved. `output`
-    is the flag that names the output folder, which is checked before any long work.
+    is the flag that names the output folder, which is checked before any long work. With one, the
+    same command resumes after Ctrl-C, unless `resumes` is False.
     """
 
     def guarded(_):
@@ -129,9 +132,9 @@ def run(main: Callable[[], None], output: flags.FlagHolder | None = None) -> Non
             print(stopped, file=sys.stderr)
             sys.exit(INTERRUPTED)
         except KeyboardInterrupt as error:
-            resumes = "; the same command resumes" if output is not None else ""
+            hint = "; the same command resumes" if output is not None and resumes else ""
             status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
-            exit_with(f"interrupted{resumes}", error, status)
+            exit_with(f"interrupted{hint}", error, status)
         except Exception as error:
             line = explain(error, None if output is None else os.path.expanduser(output.value))
             if line is None:

@@ -28,8 +28,9 @@ def test_a_call_never_waits_for_the_host(name, monkeypatch):
     methods in `OPEN_LOOPS`."""
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     jax.clear_caches()
-    models = freeze(_transformer(0, 2)), freeze(_transformer(1, 1))
     method, policy = get_method(name), Policy(0.7, top_k=5)
+    draft = freeze(_transformer(1, 1)) if method.needs_draft else None
+    models = freeze(_transformer(0, 2)), draft
 
     def decoded(key, target, draft, prompts, lengths):
         return decode(key, method, target, draft, prompts, lengths, 20, policy)
@@ -70,6 +71,7 @@ def _stops(jaxpr):
         pytest.param(1, "traversal", {"tree": "2,1"}, marks=pytest.mark.slow),
         (3, "baseline", {}),
         (1, "lookup", {"tree": "2,1"}),
+        (3, "recycle", {"tree": "2,1"}),
     ],
 )
 def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, options, monkeypatch):
@@ -80,6 +82,7 @@ def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, opt
         monkeypatch.setattr(cpu, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
         jax.clear_caches()
         method, lengths = get_method(name, **options), np.full(rows, 5)
-        made = generate(jax.random.key(1), method, *models, prompts, lengths, 12)
+        target, draft = models if method.needs_draft else (models[0], None)
+        made = generate(jax.random.key(1), method, target, draft, prompts, lengths, 12)
         tokens.append(np.asarray(made.tokens))
     np.testing.assert_array_equal(*tokens)

@@ -104,7 +104,7 @@ class Drafter(abc.ABC):
 
     @property
     def takes_model(self) -> bool:
-        """Returns whether it uses a draft model if there is one; by default, if it needs one."""
+        """Returns whether it uses a draft model if one is given; by default, if it needs one."""
         return self.needs_model
 
     def check(self, target: Frozen, draft: Frozen | None) -> None:  # noqa: B027

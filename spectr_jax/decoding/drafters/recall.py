@@ -110,10 +110,8 @@ class Recall(Drafter):
         return self.ranks > 0
 
     def check(self, target: Frozen, draft: Frozen | None) -> None:
-        if draft is not None and not isinstance(draft.merge(), Bigram):
-            kind = type(draft.merge()).__name__
-            hint = "give what spectr_jax.tabulate writes, or none"
-            raise UserError(f"draft: must be a Bigram to start the table, not a {kind}; {hint}")
+        if draft is not None:
+            _checked_table(draft.merge())
 
     def init(
         self, setup: Setup, prompts: Sequences, capacity: int, features_BxTxF: Features
@@ -123,8 +121,7 @@ class Recall(Drafter):
         B, V = len(prompts.lengths), setup.target.vocab_size
         table = jnp.full((V, self.ranks), -1, jnp.int32)
         if setup.draft is not None:
-            draft: Any = setup.draft
-            known = draft.tokens[...][:, : self.ranks].astype(jnp.int32)
+            known = _checked_table(setup.draft).tokens[...][:, : self.ranks].astype(jnp.int32)
             table = table.at[:, : known.shape[1]].set(known)
         return jnp.broadcast_to(table, (B, V, self.ranks))
 
@@ -238,6 +235,15 @@ class Recall(Drafter):
         order = jnp.argsort(jnp.where(candidates < 0, jnp.inf, -scores), stable=True)
         best = candidates[order][:count]
         return jnp.pad(best, (0, count - len(best)), constant_values=-1)
+
+
+def _checked_table(draft: Any) -> Bigram:
+    """Returns `draft`; raises `UserError` unless it is a table."""
+    if not isinstance(draft, Bigram):
+        kind = type(draft).__name__
+        hint = "give the table that spectr_jax.tabulate makes of this target, or none"
+        raise UserError(f"draft: must be a Bigram to start the table, not a {kind}; {hint}")
+    return draft
 
 
 def _shifted(row: Row) -> Row:
