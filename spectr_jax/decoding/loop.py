@@ -3,10 +3,9 @@
 Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,12 @@ from spectr_jax.decoding.policy import ends
 from spectr_jax.decoding.running import run, run_on_prompts
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.stopping import MATCHED, START
-from spectr_jax.decoding.tree import Keys, NodeTokens, Paths, PerRow, Tree
+from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_row
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar
-
-Result = TypeVar("Result")
 
 SPARE = np.uint32(2**32 - 1)
 """Folded into the key of a call for the random numbers of `observe`."""
@@ -230,45 +227,24 @@ def _where_drafted(
 
         return jax.tree.map(padded, score_and_select(trees.none(), cache), start)
 
-    after = apply_if(drafted, lambda before: on_tree(before.cache), start)
-    return apply_if(~drafted, lambda before: on_root(before.cache), after)
+    def apply_if(
+        wanted: BoolScalar, branch: Callable[[Cache], Selected], before: Selected
+    ) -> Selected:
+        # A loop of at most one iteration updates the cache in place. XLA would copy the cache for
+        # each branch of a conditional.
+        def step(state: tuple[BoolScalar, Selected]) -> tuple[BoolScalar, Selected]:
+            return jnp.zeros((), bool), branch(state[1].cache)
 
+        end: tuple[BoolScalar, Selected]
+        end = jax.lax.while_loop(lambda state: state[0], step, (wanted, before))
+        return end[1]
 
-def apply_if(wanted: BoolScalar, function: Callable[[Result], Result], state: Result) -> Result:
-    """Returns `function(state)` if `wanted`, else `state`.
-
-    A loop of at most one iteration updates arrays in place. XLA would copy them for each branch of
-    a conditional.
-    """
-
-    def step(loop: tuple[BoolScalar, Result]) -> tuple[BoolScalar, Result]:
-        return jnp.zeros((), bool), function(loop[1])
-
-    end: tuple[BoolScalar, Result]
-    end = jax.lax.while_loop(lambda loop: loop[0], step, (wanted, state))
-    return end[1]
+    return apply_if(~drafted, on_root, apply_if(drafted, on_tree, start))
 
 
 def _append(all_BxT: Array, new_BxS: Array, starts_B: PerRow) -> Array:
     update = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
     return update(all_BxT, new_BxS, starts_B)
-
-
-def _kept(tree: Tree, cache: Cache, path_BxD: Paths, lengths_B: PerRow) -> Cache:
-    """Returns the target's cache with the rows of the accepted path, of lengths `lengths_B`."""
-    # Node i is pending row i. The rows of the root and of a chain are in place already.
-    if tree.size == tree.height:
-        return dataclasses.replace(cache, lengths=lengths_B)
-
-    def moved(rows: Any) -> Any:
-        return keep(Cache(rows, cache.lengths), path_BxD, lengths_B, in_place=1).rows
-
-    if not cpu.on_cpu():
-        return Cache(moved(cache.rows), lengths_B)
-    depths = jnp.arange(1, tree.height + 1)
-    accepted_B = lengths_B - cache.lengths - 1
-    elsewhere = (path_BxD != depths) & (depths <= accepted_B[:, None])
-    return Cache(apply_if(jnp.any(elsewhere), moved, cache.rows), lengths_B)
 
 
 def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop:
@@ -299,13 +275,16 @@ def commit(loop: Loop, setup: Setup, drafts: Drafts, selected: Selected) -> Loop
         lengths_before=lengths_B,
         after=after,
     )
+    # Node i is pending row i. The rows of the root and of a chain are in place already.
+    is_chain = setup.tree.size == setup.tree.height
+    moved = chosen.path[:, :0] if is_chain else chosen.path
     counted = loop.emitted_per_call.at[jnp.arange(len(emitted)), emitted]
     return Loop(
         sequences=after,
         done=loop.done | ended | (after.lengths >= setup.limits),
         calls=loop.calls + ~loop.done,
         emitted_per_call=counted.add((~loop.done).astype(jnp.int32)),
-        target_cache=_kept(setup.tree, selected.cache, chosen.path, after.lengths - 1),
+        target_cache=keep(selected.cache, moved, after.lengths - 1, in_place=1),
         drafter_state=setup.drafter.commit(setup, drafts.state, verified),
         observed=loop.observed,
         logprobs=jax.tree.map(append, loop.logprobs, selected.logprobs),
