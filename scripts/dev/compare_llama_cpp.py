@@ -190,7 +190,14 @@ def their_lookup(program: pathlib.Path, file: str, texts: list[str], drafts: int
 
     def run(seed: int) -> float:
         command = [str(program), "-m", file, "-p", texts[seed % len(texts)], "-n", str(ANSWER)]
-        command += ["--temp", "0", "--draft-max", str(drafts), "-t", str(os.cpu_count() or 1)]
+        command += [
+            "--temp",
+            "0",
+            "--spec-draft-n-max",
+            str(drafts),
+            "-t",
+            str(os.cpu_count() or 1),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         pattern = r"(?:en|de)coded\s+(\d+) tokens in\s+([\d.]+) seconds"
         (_, read), (new, decoded) = re.findall(pattern, done.stdout + done.stderr)[-2:]
