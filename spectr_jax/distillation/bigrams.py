@@ -39,7 +39,7 @@ def rows_of_source(
       UserError: the source cannot be read or has another vocabulary, its rows exceed the target's
         context, or the target has no chat template.
     """
-    if (expanded(name) / labels.INDEX).exists():
+    if name and (expanded(name) / labels.INDEX).exists():
         rows = labels.open_labels(name)
         if rows.vocabulary != target.tokenizer.vocabulary:
             hint = "give rows that this target wrote or read"
@@ -52,6 +52,8 @@ def rows_of_source(
         texts = teaching.read_texts(open_sentences(name), target.tokenizer)
     elif target.tokenizer.template is None:
         raise UserError(f"text='': {target.name!r} has no chat template; give a corpus")
+    elif not temperature:
+        raise UserError("temperature=0: writes the same chat each time; give 0.7")
     else:
         policy = Policy(temperature, eos=target.tokenizer.eos)
         texts = teaching.conversations(target, length, policy, seed)

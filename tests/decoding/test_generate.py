@@ -90,7 +90,7 @@ def test_a_method_that_does_not_fit_the_models_is_refused(method, options, messa
         (TABLE, [[1.9, 2.2]], [1], 4, "prompts: must be integers, not float64"),
         (TABLE, [[1], [1, 2]], [1, 2], 4, "prompts: the rows have unequal lengths"),
         (OTHER, [[1]], [1], 4, "draft: has 6 tokens, but the target has 5"),
-        (None, [[1]], [1], 4, "method 'spectr': needs a draft model.* 'lookup'"),
+        (None, [[1]], [1], 4, "method 'spectr': needs a draft model.* 'recycle'"),
     ],
 )
 def test_invalid_prompts_lengths_and_drafts_are_refused(draft, prompts, lengths, new, message):

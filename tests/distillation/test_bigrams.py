@@ -81,3 +81,8 @@ def test_rows_of_another_vocabulary_are_refused(teacher, tmp_path):
     teaching.write_labels(folder, texts, 8, lambda rows: None, row_type, 8)
     with pytest.raises(UserError, match="has another vocabulary than 'teacher'"):
         bigrams.rows_of_source(str(folder), teacher, **OPTIONS)
+
+
+def test_a_temperature_of_zero_writes_no_chats(teacher):
+    with pytest.raises(UserError, match="temperature=0: writes the same chat"):
+        bigrams.rows_of_source("", teacher, **OPTIONS | {"length": 42, "temperature": 0.0})

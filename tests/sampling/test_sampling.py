@@ -316,7 +316,7 @@ def test_sample_compares_every_prompt_and_writes_a_page(toy, tmp_path):
     refused = subprocess.run(
         [*command, "--draft_temperature=0.5"], capture_output=True, text=True, env=environment
     )
-    assert refused.returncode == 2 and "nothing is drafted" in refused.stderr
+    assert refused.returncode == 2 and "no draft model is used" in refused.stderr
     line = r"^(\w+): \d+ tokens? in \d calls?, .* a call; [\d,]+ tokens/s"
     assert re.findall(line, ended.stdout, re.M) == ["baseline"] * 4
     html = (tmp_path / "page.html").read_text()

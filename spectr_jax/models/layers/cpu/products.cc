@@ -54,6 +54,7 @@ constexpr long kCachedRows = 16;  // Rows of activations that stay in a CPU's fi
 constexpr long kQueries = 24;     // Rows of attention that read keys and values together.
 constexpr long kMixedSlots = 64;  // Values of these slots stay in a CPU's first cache.
 constexpr long kGroupRows = 48;   // Rows of activations that stay in a CPU's second cache.
+constexpr long kLong = 1 << 15;   // Weights; fewer stay in a cache, however they are read.
 constexpr long kParts = 8;        // Of the inputs of weights [inputs, outputs], which threads share out.
 constexpr long kColumns = 1024;   // Outputs of four rows that stay in a CPU's first cache.
 
@@ -259,7 +260,7 @@ ffi::Error Product(ffi::ThreadPool& pool, const ffi::BufferR2<ffi::F32>& x, cons
   const auto kernel = weights.element_type() == ffi::F32 ? floats : bfloat16s;
   const long outputs = shape[1 - contracted];
   const FloatProduct p{weights.untyped_data(), x.typed_data(), y->typed_data(), rows, inputs, outputs, shape[1]};
-  if (contracted == 0) {
+  if (contracted == 0 && inputs * outputs >= kLong) {
     InParts(pool, p, weights.element_type() == ffi::F32 ? 4 : 2, kernel);
   } else {
     InParallel(pool, outputs, rows * inputs, [&](long begin, long end) { kernel(p, begin, end); });
