@@ -81,11 +81,12 @@ def run(
     used = tuple(dict.fromkeys(filter(None, names.values())))
     target, drafts = load_pair(config.target, used, config.dtype)
     check_room(config, questions, [target, *drafts])
+    frozen_target = freeze(target)
     frozen = {"": None, **dict(zip(used, map(freeze, drafts), strict=True))}
     contenders = {label: (method, frozen[names[label]]) for label, method in methods.items()}
     for method, draft in contenders.values():
-        method.drafter_for(draft).check(freeze(target), draft)
-    setup = Setup(config, target.tokenizer, freeze(target), contenders, set())
+        method.drafter_for(draft).check(frozen_target, draft)
+    setup = Setup(config, target.tokenizer, frozen_target, contenders, set())
     inputs = digest(json.dumps(questions).encode())[:16]
     journal = Journal(workdir, NAME, config, report.weights(target, *drafts), again, inputs)
     rows: list[dict[str, Any]] = []

@@ -58,21 +58,10 @@ class Bigram(nnx.Module):
 
     def __init__(self, config: BigramConfig):
         shape = config.vocab_size, config.ranks
-        self.config = config
+        self.config, self.layers = config, 1
+        self.vocab_size, self.context = config.vocab_size, config.context
         self.tokens = Constant(jnp.zeros(shape, token_dtype(config.vocab_size)))
         self.log_probs = nnx.Param(jnp.zeros(shape, config.dtype))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def context(self) -> int:
-        return self.config.context
-
-    @property
-    def layers(self) -> int:
-        return 1
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Returns a cache without rows: nothing before the last token matters."""

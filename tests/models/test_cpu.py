@@ -133,8 +133,8 @@ def test_a_query_has_the_same_bits_alone_and_in_a_block(
     assert len(set(last)) > 1
     attend = jax.jit(cpu.attention(lambda q, *_: q))
     whole = np.asarray(attend(q, k, v, mask[None]))
-    behind = (np.arange(slots) > last[:, None])[:, None, :, None, None]
-    of_token = zip(*(jnp.where(behind, jnp.nan, part) for part in (k, v)), strict=True)
+    unseen = (np.arange(slots) > last[:, None])[:, None, :, None, None]
+    of_token = zip(*(jnp.where(unseen, jnp.nan, part) for part in (k, v)), strict=True)
     for n, (keys, values) in enumerate(of_token):
         alone = np.asarray(attend(q[:, [n]], keys, values, mask[None, [n]]))
         np.testing.assert_array_equal(alone.view(np.int32), whole[:, [n]].view(np.int32))
@@ -201,7 +201,9 @@ def test_int8_rows_have_the_same_bits_in_tiles(level, inputs, outputs):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("inputs", "outputs"), [(577, 193), (33, 6), (7, 40), (1000, 1), (3, 11000)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(577, 193), (33, 6), (7, 40), (1000, 1), (3, 11000)]
+)
 def test_float_columns_have_the_same_bits_alone_and_in_any_number_of_rows(
     level, inputs, outputs, dtype
 ):

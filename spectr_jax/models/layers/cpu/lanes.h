@@ -53,12 +53,7 @@ inline Pairs MulAdd(Wide w, const int16_t* x, Pairs sum) {
 inline Floats AsFloats(Pairs sum) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(sum)); }
 // Adds to `totals` the totals of four sums, each with the bits of `Total`.
 inline void AddTotals(const Floats (&v)[kTileOutputs], float* totals) {
-  Floats two[2];
-  for (int i : {0, 1}) {
-    const Floats a = v[2 * i], b = v[2 * i + 1];
-    two[i] = Add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  }
-  const Floats four = Add(_mm512_shuffle_f32x4(two[0], two[1], 0x88), _mm512_shuffle_f32x4(two[0], two[1], 0xdd));
+  const Floats four = Folded<4>(Folded<2>(v[0], v[1]), Folded<2>(v[2], v[3]));
   const Floats half = Add(four, _mm512_permute_ps(four, 0x4e)), all = Add(half, _mm512_permute_ps(half, 0xb1));
   const __m128 sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_set4_epi32(12, 8, 4, 0), all));
   _mm_storeu_ps(totals, _mm_add_ps(_mm_loadu_ps(totals), sums));
