@@ -24,8 +24,8 @@ from spectr_jax.decoding.tree import Keys, NodeTokens, PerRow, Tree
 from spectr_jax.decoding.verifiers.base import Selection, for_each_row
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.cache import Cache, keep
-from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import BoolScalar
+from spectr_jax.utils import backend
 
 SPARE = np.uint32(2**32 - 1)
 """Folded into the key of a call for the random numbers of `observe`."""
@@ -126,7 +126,7 @@ def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:
     with jax.named_scope("draft"):
         drafts = draft(loop, setup, draft_keys)
     branch = functools.partial(score_and_select, loop, setup, select_keys, drafts)
-    if setup.tree.size and not setup.drafter.draws and cpu.on_cpu():
+    if setup.tree.size and not setup.drafter.draws and backend.on_cpu():
         # On an accelerator, the host would wait for the condition.
         drafted = jnp.any((drafts.tokens[:, 1:] >= 0) & ~loop.done[:, None])
         selected = _where_drafted(drafted, branch, setup.tree, drafts.target_cache)

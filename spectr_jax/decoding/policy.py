@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spectr_jax.models.layers import cpu
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 Number: TypeAlias = float | Shaped[Array, "*rows"] | Shaped[np.ndarray, "*rows"]
@@ -239,7 +239,7 @@ def shaped(logits: Logits, shaping: Shaping) -> Logits:
     def both() -> Array:
         return jnp.where(temperature > 0, softened(), greedy())
 
-    if not cpu.on_cpu():  # On an accelerator, a conditional would make the host wait.
+    if not backend.on_cpu():  # On an accelerator, a conditional would make the host wait.
         return both()
 
     def some() -> Any:
@@ -253,7 +253,7 @@ def _softened(logits: Logits, temperature: Rows, limits: Limits) -> Logits:
     # Subtract the largest first: dividing by a tiny temperature amplifies rounding errors.
     largest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
     # XLA for CPUs may fold the exponential of a constant NaN into an arbitrary number.
-    possible = jnp.isfinite(largest) if cpu.on_cpu() else True
+    possible = jnp.isfinite(largest) if backend.on_cpu() else True
     relative = jnp.where(possible, logits.astype(jnp.float32) - largest, 0)
     weights = jnp.exp(relative / jnp.where(temperature > 0, temperature, 1.0))  # The largest is 1.
     if limits is not None:
@@ -278,7 +278,7 @@ def _limited(
         def some() -> Array:
             return jnp.where(wanted, _least(order, amounts, bound), none)
 
-        if not cpu.on_cpu():
+        if not backend.on_cpu():
             return some()
         return jax.lax.cond(jnp.any(wanted), some, lambda: none)
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from spectr_jax.decoding.tree import PerRow, Tokens
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.cache import Cache
-from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import IntScalar
+from spectr_jax.utils import backend
 
 PIECE = 64
 """Models run on at most this many prompt tokens at once, which bounds attention memory."""
@@ -50,7 +50,7 @@ def run(
     Returns:
       logits [B, N, V], features [B, N, E] or [B, N, F], and the cache; N is 1 with `only_B`.
     """
-    if tokens_BxN.size == 1 and not cpu.on_cpu():
+    if tokens_BxN.size == 1 and not backend.on_cpu():
         # For a single row, XLA's GPU kernels write every product of a weight to memory; for two
         # rows they do not. No row sees the second, and the next call overwrites it in the cache.
         inputs = tokens_BxN, positions_BxN, visible_BxNxM, features_BxNxE

@@ -24,8 +24,8 @@ from spectr_jax.decoding.generate import generate
 from spectr_jax.distillation import labels
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import causal
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_whole
 
@@ -163,7 +163,7 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
     ) -> list[Text]:
         key = jax.random.key(rng.integers(2**31))
         written: list[Text] = []
-        at_once = WRITTEN if cpu.on_cpu() else SHARD
+        at_once = WRITTEN if backend.on_cpu() else SHARD
         for offset in range(0, len(prompts), at_once):
             part = prompts[offset : offset + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
@@ -279,7 +279,7 @@ def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Arr
 def shard_size(count: int, writes: bool) -> int:
     """Returns the number of sequences per shard of a new folder of `count` sequences, which the
     teacher reads or `writes`. Shards are equal, so that few sequences are added to `count`."""
-    largest = WRITTEN if writes and cpu.on_cpu() else SHARD
+    largest = WRITTEN if writes and backend.on_cpu() else SHARD
     return -(-count // -(-count // largest))
 
 

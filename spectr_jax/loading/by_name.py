@@ -28,6 +28,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError, check_device, unknown
 from spectr_jax.utils.files import digest, expanded, expanded_with_name, read_json
 
@@ -76,7 +77,7 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         raise UserError(f"spec={spec!r}: must name a model; give a string, such as '6m', or a path")
     check_device()
     if dtype is None:
-        if not cpu.on_cpu():
+        if not backend.on_cpu():
             return load(spec, "bfloat16")
         trained = load(spec, "float32")
         if cpu.kernels_in_use() and isinstance(trained.model, nnx.Module):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.models.layers import cpu
+from spectr_jax.utils import backend
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     scattered writes of bfloat16 there, and would convert the whole buffer to float32 and back at
     each write. No gradients flow through integers (`differentiable`).
     """
-    bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and cpu.on_cpu()
+    bits = shape[0] > 1 and jnp.dtype(dtype) == jnp.bfloat16 and backend.on_cpu()
     return jnp.zeros(shape, jnp.uint16 if bits else dtype)
 
 
@@ -72,12 +72,12 @@ def write(buffer_BT: jax.Array, rows_BN: jax.Array, starts_B: jax.Array) -> jax.
         two = jax.lax.dynamic_slice_in_dim(buffer, first, 2, axis=0)
         return write_one(buffer, write_one(two, rows, start - first), first)
 
-    if len(buffer_BT) == 1 and not cpu.on_cpu():
+    if len(buffer_BT) == 1 and not backend.on_cpu():
         # `vmap` makes it a scatter, which takes two kernels on a GPU.
         return jax.lax.dynamic_update_slice_in_dim(buffer_BT, rows_BN, starts_B[0], axis=1)
     # On a CPU, XLA moves the write of a single row after a reshape of the buffer, and keeps a copy
     # of each shape; a write of two rows stays in place.
-    alone = cpu.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
+    alone = backend.on_cpu() and rows_BN.shape[:2] == (1, 1) and buffer_BT.shape[1] > 1
     return jax.vmap(write_with_neighbour if alone else write_one)(buffer_BT, rows_BN, starts_B)
 
 
@@ -147,7 +147,7 @@ def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, in_place: int 
 
     buffers, structure = jax.tree.flatten(cache.rows)
     kept = [jax.vmap(gather_one)(buffer_BT, cache.lengths, path_BxD) for buffer_BT in buffers]
-    if not cpu.on_cpu() and len({(rows.shape, rows.dtype) for rows in kept}) == 1:
+    if not backend.on_cpu() and len({(rows.shape, rows.dtype) for rows in kept}) == 1:
         # One kernel on a GPU for all layers instead of one each.
         kept = list(jax.lax.optimization_barrier(jnp.stack(kept)))
     written = [write(*both, cache.lengths + in_place) for both in zip(buffers, kept, strict=True)]

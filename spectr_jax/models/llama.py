@@ -20,11 +20,11 @@ from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.base import Decoder, split_abstract
-from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer
 from spectr_jax.models.layers.norms import RMSNorm
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 
@@ -175,7 +175,7 @@ def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Arra
         angles = positions[..., None].astype(jnp.float32) * frequencies_R
         return jnp.cos(angles), jnp.sin(angles)
 
-    if not cpu.on_cpu():
+    if not backend.on_cpu():
         return of(positions_BxN)
     # A loop, because XLA would fuse the cosines into every reader and recompute them for each head.
     axis = 1 if positions_BxN.shape[1] > 1 else 0

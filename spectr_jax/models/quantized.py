@@ -14,6 +14,7 @@ from flax import nnx
 
 from spectr_jax.models.base import Decoder
 from spectr_jax.models.layers import cpu
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 LARGEST = 127
@@ -53,14 +54,14 @@ class Int8Embed(nnx.Module):
 
 def _on_host(x: jax.Array) -> Any:
     """Returns an array of a CPU as NumPy's: XLA would compile eight programs for each shape."""
-    return np.asarray(x) if cpu.on_cpu() and not isinstance(x, jax.core.Tracer) else x
+    return np.asarray(x) if backend.on_cpu() and not isinstance(x, jax.core.Tracer) else x
 
 
 def _parameters(rows: Any) -> tuple[nnx.Param, nnx.Param]:
     """Returns integers and scales. Without kernels a CPU stores the integers as float32."""
     whole, scale = quantized(rows.astype(np.float32))
     # XLA on a CPU would convert int8 in every call.
-    stored = jnp.float32 if cpu.on_cpu() and not cpu.kernels_in_use() else jnp.int8
+    stored = jnp.float32 if backend.on_cpu() and not cpu.kernels_in_use() else jnp.int8
     return nnx.Param(jnp.asarray(whole, stored)), nnx.Param(jnp.asarray(scale[:, 0]))
 
 

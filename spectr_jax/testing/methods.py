@@ -221,17 +221,19 @@ def _decode(
 
     All checks of a method under one policy share this program.
     """
-    # Self-speculation drafts with the target's first layers.
-    models = (
-        TableModel(table, exits=(draft,) * getattr(method.drafter, "layers", 1)),
-        TableModel(draft) if method.needs_draft else None,
-    )
+    models = _models(method, table, draft)
     own = None
     if draft_temperature is not None:
         own = dataclasses.replace(policy, temperature=float(draft_temperature))
     result = generate(keys, method, *models, prompts, lengths, LENGTH, policy, draft_policy=own)
     result = jax.tree.map(np.asarray, result)
     return dataclasses.replace(result, tokens=result.tokens[:, : prompts.shape[1] + LENGTH])
+
+
+def _models(method, table=TARGET, draft=DRAFT) -> tuple[TableModel, TableModel | None]:
+    # Self-speculation drafts with the target's first layers.
+    target = TableModel(table, exits=(draft,) * getattr(method.drafter, "layers", 1))
+    return target, TableModel(draft) if method.needs_draft else None
 
 
 def _keys(seed: int) -> jax.Array:

@@ -7,9 +7,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.utils import backend
 
 # Published dense bfloat16 FLOP/s of one device, by the first words of its `device_kind`.
 PEAK_FLOPS = {
@@ -45,7 +45,7 @@ def peak_flops() -> float:
     if published is not None:
         return published * jax.device_count()
     # The devices of one CPU share its cores, and so the speed of one product.
-    return _product_flops() * (jax.process_count() if cpu.on_cpu() else jax.device_count())
+    return _product_flops() * (jax.process_count() if backend.on_cpu() else jax.device_count())
 
 
 def published_flops(kind: str) -> float | None:

@@ -1,6 +1,9 @@
-"""Random draws from weights, and exponential races."""
+"""Uniforms, draws from weights, and exponential races.
 
-import math
+docs/architecture.md, section "What exact means", bounds their errors.
+"""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,43 +11,58 @@ from jaxtyping import Array, Float, Int, UInt
 
 from spectr_jax.transport.types import Key, Probs, Scalar
 
+WIDTH = 64
+"""The largest number of candidates in a race of `draw`."""
+
+
+def uniform(key: Key, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
+    """Returns float32 uniforms in (0, 1) of the given `shape`; consumes `key`.
+
+    They are multiples of 2^-33, rounded to 24 bits. The smallest uniform of `jax.random.uniform` is
+    0, and the next one 2^-23: it accepts a draft of probability 1e-9 with probability 1e-7.
+    """
+    return _as_uniform(jax.random.bits(key, shape, jnp.uint32))
+
+
+def _as_uniform(bits: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # Rounding would turn the largest words into 1, which is not below a probability of 1.
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+
 
 def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
     """Returns tokens of the given `shape`, drawn in proportion to `weights` [V]; consumes `key`.
 
-    Inverts the cumulative sum in two stages, first for a block of tokens and then within it, so
-    that nothing of size V is scanned. It needs one uniform per token; the Gumbel trick needs V. A
-    token of weight 0 is never drawn, whatever the rounding. If all weights are 0, the last token is
-    drawn.
-
-    A float32 uniform has 2^23 values, too few for tens of thousands of rare tokens. So each draw
-    uses 32 random bits: 23 choose the block, and nine refine the place within it.
+    Draws a block of tokens, then a smaller block within it, and so on down to the token, each by an
+    exponential race: candidate i arrives at time e_i / w_i with e_i ~ Exp(1), and the first wins.
+    A race keeps the relative precision of small weights, which cumulative sums lose. Blocks need
+    only `WIDTH` uniforms a stage; one race of all tokens (the Gumbel trick) needs V. A token of
+    weight 0 is never drawn. If all weights are 0, token 0 is drawn.
     """
-    V = weights.shape[-1]
-    width = math.isqrt(V - 1) + 1
-    blocks = jnp.pad(weights, (0, -V % width)).reshape(-1, width)
-    sums = jnp.sum(blocks, axis=1)
-    before = jnp.concatenate([jnp.zeros(1, weights.dtype), jnp.cumsum(sums)])
+    stages = [
+        jnp.asarray(weights)[None]
+    ]  # [blocks, candidates], from one block of blocks to the tokens.
+    while stages[0].shape[1] > WIDTH:
+        row = stages[0][0]
+        blocks = jnp.pad(row, (0, -len(row) % WIDTH)).reshape(-1, WIDTH)
+        stages[:1] = [jnp.sum(blocks, axis=1)[None], blocks]
+    *ends, words = itertools.accumulate(blocks.shape[1] for blocks in stages)
 
-    def draw_one(bits: UInt[Array, ""]) -> Scalar:
-        level, refined = (bits >> 9) * before[-1] * 2.0**-23, (bits & 511) * before[-1] * 2.0**-32
-        block = _invert(before[1:], sums, level)
-        token = _invert(jnp.cumsum(blocks[block]), blocks[block], level - before[block] + refined)
-        return jnp.minimum(block * width + token, V - 1).astype(jnp.int32)
+    def draw_one(bits: UInt[Array, " words"]) -> Scalar:
+        index = jnp.int32(0)
+        for blocks, word in zip(stages, jnp.split(bits, ends), strict=True):
+            index = index * WIDTH + _first(blocks[index], _as_uniform(word))
+        return index
 
-    bits = jax.random.bits(key, shape, jnp.uint32)
-    return jax.vmap(draw_one)(bits.reshape(-1)).reshape(shape)
+    bits = jax.random.bits(key, (*shape, words), jnp.uint32)
+    return jax.vmap(draw_one)(bits.reshape(-1, words)).reshape(shape)
 
 
-def _invert(cumulative: Float[Array, " n"], weights: Float[Array, " n"], level: Scalar) -> Scalar:
-    """Returns the first index of positive weight whose cumulative sum exceeds `level`.
-
-    If no sum does, returns the last index of positive weight.
-    """
-    positive = weights > 0
-    reached = positive & (cumulative > level)
-    last = weights.shape[0] - 1 - jnp.argmax(positive[::-1])
-    return jnp.where(jnp.any(reached), jnp.argmax(reached), last)
+def _first(weights: Float[Array, " n"], uniforms: Float[Array, " n"]) -> Scalar:
+    """Returns the winner of a race with the given `weights`."""
+    # The largest rate, w / e, is the earliest time. Those of weight 0 stay behind all others, even
+    # behind a rate that underflows.
+    rates = jnp.where(weights > 0, weights / -jnp.log1p(-uniforms), -1)
+    return jnp.argmax(rates).astype(jnp.int32)
 
 
 def log_arrivals(key: Key, pmf: Probs) -> Probs:

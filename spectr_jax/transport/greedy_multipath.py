@@ -9,11 +9,11 @@ that of `otm`. It is made for block verification along the path of winners (`gbv
 `gbv` at the root).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.transport import otm
+from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
 
@@ -27,7 +27,7 @@ class GreedyMultiPath(WinnerPlan):
     def win(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Winner:
         cells = otm.cells_of(p, q, len(drafts))
         phi = otm.winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1)).phi
-        tie = jax.random.uniform(key, drafts.shape)
+        tie = uniform(key, drafts.shape)
         index = otm.highest(cells.of_token[drafts], valid, tie)
         return Winner(index, p * phi[cells.of_token])
 

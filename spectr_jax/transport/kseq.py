@@ -26,7 +26,7 @@ import numpy as np
 
 from spectr_jax.transport import iopt
 from spectr_jax.transport.base import or_else
-from spectr_jax.transport.draws import draw
+from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.utils.errors import UserError
 
@@ -88,7 +88,7 @@ def sequential(
     gamma*, the drafts may pass only with probability gamma / S_k, which keeps the plan exact.
     """
     accept_key, residual_key = jax.random.split(key)
-    uniforms = jax.random.uniform(accept_key, (len(drafts) + 1,), p.dtype)
+    uniforms = uniform(accept_key, (len(drafts) + 1,))
     shared = jnp.minimum(p, q / gamma)
     total = _geometric_sum(jnp.sum(shared), jnp.sum(valid), len(drafts))[0]
     # This is u < q / (gamma p) without the division, which fails for p = 0.

@@ -44,8 +44,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from spectr_jax.transport.base import product
+from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
+from spectr_jax.utils import backend
 
 SORTED = 256
 """Largest vocabulary that `select` sorts. Tokens of exactly equal ratio then share a cell."""
@@ -95,7 +97,7 @@ class OTM(WinnerPlan):
         cells = cells_of(p, q, len(drafts))
         winner = winner_pmf(cells.p, cells.q, jnp.maximum(jnp.sum(valid), 1))
         rho = token_ratios(p, q, cells.of_token, shared_ratios(cells, winner))
-        level, move, tie = jax.random.uniform(key, (3, *drafts.shape), p.dtype)
+        level, move, tie = uniform(key, (3, *drafts.shape))
         final = moved(matched(cells, winner), cells.of_token[drafts], rho[drafts], level, move)
         return Winner(highest(final, valid, tie), p * rho)
 
@@ -189,7 +191,7 @@ def moved(
 ) -> Int[Array, "..."]:
     """Returns the cell of each draft after step 2: its partner's, or the `cell` that it has.
 
-    `level` and `move` are uniform in [0, 1). Arrays are broadcast.
+    `level` and `move` are uniform in (0, 1). Arrays are broadcast.
     """
     surplus = matching.surplus[cell]
     gives = surplus >= 0  # The partner of a surplus is a deficit, and vice versa.
@@ -197,7 +199,7 @@ def moved(
     mass = jnp.where(gives, given[cell], taken[cell]) - level * jnp.abs(surplus)
     # On a GPU a comparison with all cells is one kernel. On a CPU a binary search does less work.
     # `lax.platform_dependent` would be a conditional, which makes the host wait.
-    method = "scan_unrolled" if jax.default_backend() == "cpu" else "compare_all"
+    method = "scan_unrolled" if backend.on_cpu() else "compare_all"
     search = functools.partial(jnp.searchsorted, method=method)
     partner = jnp.where(gives, search(taken, mass), search(given, mass))
     rise = matching.phi.at[partner].get(mode="clip") - matching.phi[cell]

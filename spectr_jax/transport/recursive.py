@@ -21,7 +21,7 @@ import numpy as np
 
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import Plan, exact_residual, or_else, without
-from spectr_jax.transport.draws import draw
+from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.utils.errors import UserError
 
@@ -41,10 +41,10 @@ class Recursive(Plan):
 
         def attempt(carry: Any, this: tuple[Scalar, Scalar, Scalar]) -> tuple[Any, None]:
             p, left, chosen = carry
-            draft, usable, uniform = this
+            draft, usable, level = this
             # Normalised first: in float32 a product with a small mass may be 0.
             drawn, wanted = p / jnp.sum(p), left / jnp.sum(left)
-            accepted = usable & (uniform * drawn[draft] < wanted[draft])
+            accepted = usable & (level * drawn[draft] < wanted[draft])
             rest = or_else(jnp.maximum(wanted - drawn, 0), left)
             return (
                 jnp.where(usable, self.after(p, draft), p),
@@ -52,7 +52,7 @@ class Recursive(Plan):
                 jnp.where((chosen < 0) & accepted, draft, chosen),
             ), None
 
-        uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+        uniforms = uniform(accept_key, drafts.shape)
         start = p, q, jnp.int32(-1)
         (_, left, chosen), _ = jax.lax.scan(attempt, start, (drafts, valid, uniforms))
         return jnp.where(chosen < 0, draw(residual_key, left), chosen)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float
 
 from spectr_jax.transport import iopt, simplex
 from spectr_jax.transport.base import cached, or_else, product
-from spectr_jax.transport.draws import draw
+from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
@@ -59,7 +59,7 @@ class SpecTrPlusPlus(iopt.SequentialPlan):
         alphas, thresholds = _iopt(p, q, optimal_gamma(p, q, k, most), k, most, self.iterations)
         # The stage of a draft is its rank among the valid drafts.
         stage = jnp.maximum(jnp.cumsum(valid) - 1, 0)
-        uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+        uniforms = uniform(accept_key, drafts.shape)
         p_k, q_k = p[drafts], q[drafts]
         accepted = (p_k <= thresholds[stage] * q_k) | (uniforms * p_k < alphas[stage] * q_k)
         passes = valid & (q_k > 0) & accepted

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from spectr_jax.transport.base import Plan, exact_residual, or_else
-from spectr_jax.transport.draws import draw
+from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 ExactWin: TypeAlias = tuple[Float[np.ndarray, " k"], ExactProbs]
@@ -48,7 +48,7 @@ class WinnerPlan(Plan):
         accept_key, residual_key, win_key = jax.random.split(key, 3)
         index, g = self.win(win_key, p, q, drafts, valid)
         draft = drafts[index]
-        uniforms = jax.random.uniform(accept_key, drafts.shape, p.dtype)
+        uniforms = uniform(accept_key, drafts.shape)
         # This is u < q / g without the division, which fails for g = 0.
         accepted = valid[index] & (uniforms[index] * g[draft] < q[draft])
         residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)

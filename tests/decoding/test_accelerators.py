@@ -10,8 +10,8 @@ from jax.extend.core import jaxprs_in_params
 from spectr_jax.decoding import METHODS, Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.frozen import freeze
-from spectr_jax.models.layers import cpu
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils import backend
 
 OPEN_LOOPS = {"spectr+", "spectr++"}
 """Methods whose linear programs iterate until they converge."""
@@ -26,7 +26,7 @@ def _transformer(seed, layers):
 def test_a_call_never_waits_for_the_host(name, monkeypatch):
     """The loop of `generate` contains no conditional and no loop of unknown length, except for the
     methods in `OPEN_LOOPS`."""
-    monkeypatch.setattr(cpu, "on_cpu", lambda: False)
+    monkeypatch.setattr(backend, "on_cpu", lambda: False)
     jax.clear_caches()
     method, policy = get_method(name), Policy(0.7, top_k=5)
     draft = freeze(_transformer(1, 1)) if method.needs_draft else None
@@ -79,7 +79,7 @@ def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, opt
     prompts = np.random.default_rng(0).integers(0, 100, (rows, 5))
     tokens = []
     for on_cpu in (True, False):
-        monkeypatch.setattr(cpu, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(backend, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
         jax.clear_caches()
         method, lengths = get_method(name, **options), np.full(rows, 5)
         target, draft = models if method.needs_draft else (models[0], None)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding import Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.experiments.planning.on_tree import on_tree
+from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
@@ -116,6 +117,30 @@ def test_counters_add_up_to_the_emitted_tokens(case):
 @every_method
 def test_a_second_call_compiles_nothing(case):
     checks.check_compilations(_method(case), _method(case), _policy(case))
+
+
+@_cases(METHODS, slow=(*REPEATED, "traversal wide"))
+def test_tokens_do_not_depend_on_the_batch_on_x64_or_on_the_jit_of_a_user(case):
+    method, policy = _method(case), _policy(case)
+    prompts, lengths = checks._ragged_prompts(5)
+
+    def first(rows):
+        return checks._keys(3)[:rows], prompts[:rows], lengths[:rows]
+
+    def in_batch(rows, x64=False):
+        with jax.enable_x64(x64):
+            return checks._decode(method, *first(rows), policy).tokens
+
+    @jax.jit
+    def in_jit(target, draft, keys, prompts, lengths):
+        new = checks.LENGTH
+        return decode(keys, method, target, draft, prompts, lengths, new, policy).tokens
+
+    models = (model and freeze(model) for model in checks._models(method))
+    expected = in_batch(checks.BATCH)
+    np.testing.assert_array_equal(in_batch(1), expected[:1])
+    np.testing.assert_array_equal(in_jit(*models, *first(4)), expected[:4])
+    np.testing.assert_array_equal(in_batch(64, x64=True), expected[:64])
 
 
 MAY_REFUSE = ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup", "recycle")

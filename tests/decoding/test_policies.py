@@ -13,10 +13,10 @@ from spectr_jax.decoding import Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.models.frozen import freeze
-from spectr_jax.models.layers import cpu
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 POLICIES = [
@@ -55,7 +55,7 @@ def _expected(logits, policy):
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_top_k_top_p_and_min_p_equal_a_sorted_reference(on_cpu, monkeypatch):
     """The logits have ties, entries of -inf, and a dimension for nodes."""
-    monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     rng = np.random.default_rng(0)
     logits = np.float32(rng.integers(-20, 20, (len(POLICIES), 2, 301)) / 4)
@@ -105,7 +105,7 @@ def _transformer(seed, layers):
 
 @pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_row_with_its_own_policy_equals_the_row_alone(on_cpu, monkeypatch):
-    monkeypatch.setattr(cpu, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
     models, method = (_transformer(0, 2), _transformer(1, 1)), get_method("otm_block", tree="2,1")
     rng = np.random.default_rng(0)

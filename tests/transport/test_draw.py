@@ -1,4 +1,4 @@
-"""`draw` samples tokens in proportion to their weights and uses all bits of the uniform."""
+"""`draw` samples tokens in proportion to their weights, and keeps the precision of small ones."""
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +11,57 @@ from spectr_jax.transport import draws
 draw = jax.jit(draws.draw, static_argnums=2)  # One program per shape, not one per operation.
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("size", [1, 2, 5, 100, 4_100])
 def test_draw_follows_the_weights(size):
+    """One, two and three stages; blocks of weight 0, and a last block of few tokens."""
     weights = np.random.default_rng(size).gamma(0.7, size=size) * (np.arange(size) % 3 != 1)
+    weights[64:128] = 0
     tokens = draw(jax.random.key(0), jnp.float32(weights), (50_000,))
     counts = np.bincount(tokens, minlength=size)
     assert not counts[weights == 0].any()
     assert chi_square.p_value(counts, weights) > 1e-4
 
 
+@pytest.mark.parametrize("weight", [1e-30, 2e-38])
 @pytest.mark.parametrize("place", [0, 57, 99])
-def test_draw_from_one_hot_weights_returns_that_token(place):
-    weights = jnp.zeros(100).at[place].set(1e-30)
+def test_draw_from_one_hot_weights_returns_that_token(place, weight):
+    weights = jnp.zeros(100).at[place].set(weight)
     assert np.all(draw(jax.random.key(0), weights, (1000,)) == place)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8_192])
-def test_draw_from_zero_weights_returns_the_last_token(size):
-    assert np.all(draw(jax.random.key(0), jnp.zeros(size), (100,)) == size - 1)
+def test_draw_from_zero_weights_returns_the_first_token(size):
+    assert np.all(draw(jax.random.key(0), jnp.zeros(size), (100,)) == 0)
 
 
-def test_draw_uses_all_bits_of_the_uniform(monkeypatch):
-    """Four tokens of weight 2^-25 follow one of weight 1; a float32 uniform has steps of 2^-23."""
-    weights = np.zeros(16, np.float32)
-    weights[0], weights[4:8] = 1, 2.0**-25
-    last_step = (np.uint32(2**23 - 1) << 9) + np.arange(512, dtype=np.uint32)
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(last_step))
-    key = jax.random.key(0)
-    # A new function makes jit trace again. Rounding can change a count by one.
-    drawn = jax.jit(lambda weights: draws.draw(key, weights, (512,)))(weights)
-    np.testing.assert_allclose(np.bincount(drawn)[4:8], 128, atol=1)
+def test_uniforms_are_precise_near_0_and_below_1(monkeypatch):
+    words = np.concatenate([np.arange(1_000), np.arange(0, 2**32, 99_991), [2**32 - 1]])
+    monkeypatch.setattr(jax.random, "bits", lambda *_: jnp.asarray(words, jnp.uint32))
+    uniforms = np.asarray(draws.uniform(jax.random.key(0)), float)
+    np.testing.assert_allclose(uniforms, (words + 0.5) / 2**32, rtol=2.0**-23)
+    assert uniforms.max() < 1
+
+
+@pytest.mark.parametrize("rare", [0.4, 1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("rare_first", [True, False])
+def test_a_race_counts_all_random_words(rare, rare_first, monkeypatch):
+    """The probability of a rare token, enumerated: for each of many words of the other token, a
+    binary search finds how many of its own 2^32 words win."""
+    others = (np.arange(2**14) + 0.5) * 2**18
+    own = 0 if rare_first else 1
+    weights = np.float32([rare, 1 - rare] if rare_first else [1 - rare, rare])
+
+    @jax.jit
+    def wins(words):
+        pair = jnp.stack([words, others.astype(np.uint32)], axis=1)
+        monkeypatch.setattr(jax.random, "bits", lambda *_: pair if rare_first else pair[:, ::-1])
+        return draws.draw(jax.random.key(0), weights, (len(others),)) == own
+
+    low, high = np.zeros(len(others), np.int64), np.full(len(others), 2**32)
+    for _ in range(33):  # The words below `low` win, and those from `high` on lose.
+        middle, unknown = (low + high) // 2, low < high
+        won = wins(np.minimum(middle, 2**32 - 1).astype(np.uint32))
+        low, high = np.where(unknown & won, middle + 1, low), np.where(unknown & ~won, middle, high)
+    assert np.all(low == high)
+    exact = float(weights[own]) / weights.astype(float).sum()
+    assert np.mean(low / 2**32) == pytest.approx(exact, rel=5e-3)

@@ -31,8 +31,8 @@ from spectr_jax.decoding.tree import Keys, NodeTokens, Tree
 from spectr_jax.models.bigram import Bigram
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.frozen import Frozen
-from spectr_jax.models.layers import cpu
 from spectr_jax.transport.types import IntScalar
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 Row: TypeAlias = Int[Array, " time"]
@@ -257,7 +257,7 @@ def likeliest(logits: Float[Array, "*batch vocab"], count: int) -> Int[Array, "*
     A CPU looks only into the blocks with the largest maxima: a seventh of the time of `top_k`.
     """
     V = logits.shape[-1]
-    if cpu.on_cpu() and count * BLOCK < V:
+    if backend.on_cpu() and count * BLOCK < V:
         padding = [*[(0, 0)] * (logits.ndim - 1), (0, -V % BLOCK)]
         blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
         blocks = blocks.reshape(*logits.shape[:-1], -1, BLOCK)

@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.zeros import zeros_like_output
-from spectr_jax.models.layers import cpu
 from spectr_jax.transport.draws import draw
 from spectr_jax.transport.rules import Rule
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
+from spectr_jax.utils import backend
 
 SMALL_VOCABULARY = 64
 """The largest vocabulary for which launch overhead dominates on a CPU too."""
@@ -72,7 +72,7 @@ class Verifier(abc.ABC):
 
 def in_turn(vocab_size: int) -> bool:
     """Returns whether sequences and nodes run one after another: on a CPU, unless V is small."""
-    return cpu.on_cpu() and vocab_size > SMALL_VOCABULARY
+    return backend.on_cpu() and vocab_size > SMALL_VOCABULARY
 
 
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:

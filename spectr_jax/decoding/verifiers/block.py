@@ -35,6 +35,7 @@ from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Candidates, Selection, Verifier
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import Plan, or_else
+from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 from spectr_jax.transport.winner import Winner, WinnerPlan
 from spectr_jax.utils.errors import UserError
@@ -113,7 +114,7 @@ def along_winners(
         accept_key, _, win_key = keys_at(depths[node])
         drafts = below(node)
         p, q = scored.p_and_q(node, drafts.first())
-        uniforms = jax.random.uniform(accept_key, drafts.tokens.shape, p.dtype)
+        uniforms = uniform(accept_key, drafts.tokens.shape)
         prepared = prepare(win_key, p, q, drafts.tokens, drafts.valid)
         return _Node(drafts=drafts, q=q, uniforms=uniforms, prepared=prepared)
 

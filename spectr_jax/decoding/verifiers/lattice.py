@@ -1,8 +1,9 @@
 """Evenly spread uniforms: a randomly shifted lattice (Cranley and Patterson, 1976)."""
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from spectr_jax.transport.draws import uniform
 
 
 def uniforms(
@@ -13,7 +14,7 @@ def uniforms(
     Consumes `key`.
     """
     steps = np.sqrt(_primes(shape[0] * shape[1])).reshape(*shape, 1) * np.arange(draws) % 1
-    return (jax.random.uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1
+    return (uniform(key, (*shape, 1)) + steps.astype(np.float32)) % 1
 
 
 def _primes(count: int) -> Int[np.ndarray, " {count}"]:

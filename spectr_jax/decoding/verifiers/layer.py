@@ -48,7 +48,7 @@ from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport import otm, rules
 from spectr_jax.transport.base import or_else
-from spectr_jax.transport.draws import draw
+from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
 
 COMPETITIONS = 64
@@ -310,7 +310,7 @@ def _sweep(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, scores: _Sc
     depth = jnp.asarray(tree.depth)
     sums = jnp.zeros((2, tree.height + 1), scores.score.dtype)
     residual_L, score_L = sums.at[:, depth].add(jnp.stack([scores.residual, scores.score]))
-    uniform_L = jax.random.uniform(layer_key, (tree.height + 1,))
+    uniform_L = uniform(layer_key, (tree.height + 1,))
     stops_L = (uniform_L * (residual_L + jnp.maximum(1 - score_L, 0)) < residual_L).at[0].set(True)
     last = (tree.height - jnp.argmax(stops_L[::-1])).astype(jnp.int32)
     is_root = jnp.arange(tree.size + 1) == 0

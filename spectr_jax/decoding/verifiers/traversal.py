@@ -33,6 +33,7 @@ from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import normalised, or_else
+from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import BoolScalar, IntScalar
 
 
@@ -57,7 +58,7 @@ class Traversal(Verifier):
         nodes, begins = map(jnp.asarray, _visits(tree))
         accept_key, token_key = jax.random.split(jax.random.fold_in(key, scored.length))
         # The root is always accepted.
-        uniforms = jax.random.uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
+        uniforms = uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
 
         def step(state: _State) -> _State:
             node, begin = nodes[state.visit], begins[state.visit]

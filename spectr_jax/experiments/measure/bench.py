@@ -17,10 +17,10 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Contender, Measurement, Prompts, policies_of
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.frozen import freeze
-from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils import backend, hosts, sharding
 
-CORES_OF_A_PROGRAM = {"cpu": 4}
-"""Cores that XLA uses to compile one program, by backend; 1 by default."""
+CORES_OF_A_PROGRAM = 4
+"""Cores that XLA uses to compile one program for a CPU; 1 for an accelerator."""
 
 
 class Bench(NamedTuple):
@@ -143,6 +143,6 @@ def compiled_in_parallel(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:
     With several processes one task runs at a time, because all processes must run them in the same
     order.
     """
-    cores = (os.cpu_count() or 1) // CORES_OF_A_PROGRAM.get(jax.default_backend(), 1)
+    cores = (os.cpu_count() or 1) // (CORES_OF_A_PROGRAM if backend.on_cpu() else 1)
     with ThreadPoolExecutor(1 if jax.process_count() > 1 else max(1, cores)) as pool:
         yield from pool.map(lambda task: task(), tasks)

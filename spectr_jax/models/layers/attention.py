@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.models.layers import cpu
+from spectr_jax.utils import backend
 
 
 def attention(
@@ -25,7 +26,7 @@ def attention(
     few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
     if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.kernels_multiply(q_BxNxHxD, k_BxTxKxD):
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    if cpu.on_cpu():
+    if backend.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
     attend: Any = jax.nn.dot_product_attention

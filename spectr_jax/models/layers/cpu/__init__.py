@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from spectr_jax.utils import backend
+
 FEW = 16
 """Kernels multiply at most this many rows with float weights; XLA is faster for more."""
 MOST_QUERIES = 512
@@ -42,17 +44,12 @@ _PREFIX = "spectr_jax_"
 Function = Callable[..., jax.Array]
 
 
-def on_cpu() -> bool:
-    """Returns whether JAX computes on a CPU."""
-    return jax.default_backend() == "cpu"
-
-
 def kernels_in_use() -> bool:
     """Returns whether the kernels are in use: they were built, and JAX computes on one CPU device.
 
     With several devices, XLA would gather sharded arguments before each call of a kernel.
     """
-    return on_cpu() and jax.device_count() == 1 and library() is not None
+    return backend.on_cpu() and jax.device_count() == 1 and library() is not None
 
 
 def kernels_multiply(*factors: jax.Array) -> bool:
@@ -191,6 +188,6 @@ def in_memory(x: jax.Array) -> jax.Array:
     XLA fuses a transpose into the product that reads it, and a CPU multiplies transposed factors at
     half the speed.
     """
-    if not on_cpu():
+    if not backend.on_cpu():
         return x
     return jax.lax.optimization_barrier(with_layout_constraint(x, Layout(tuple(range(x.ndim)))))
