@@ -163,9 +163,8 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
     ) -> list[Text]:
         key = jax.random.key(rng.integers(2**31))
         written: list[Text] = []
-        at_once = WRITTEN if backend.on_cpu() else SHARD
-        for offset in range(0, len(prompts), at_once):
-            part = prompts[offset : offset + at_once]
+        for offset in range(0, len(prompts), _at_once()):
+            part = prompts[offset : offset + _at_once()]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             padding = [tokenizer.bos] * longest
             padded = np.array([[*tokens, *padding][:longest] for tokens in part], np.int32)
@@ -276,10 +275,15 @@ def _labels_of(logits: jax.Array, tokens: jax.Array | None) -> dict[str, jax.Arr
     return {"top": top, "log_probabilities": values - normaliser}
 
 
+def _at_once() -> int:
+    """Returns the largest number of sequences that the teacher writes at a time."""
+    return WRITTEN if backend.on_cpu() else SHARD
+
+
 def shard_size(count: int, writes: bool) -> int:
     """Returns the number of sequences per shard of a new folder of `count` sequences, which the
     teacher reads or `writes`. Shards are equal, so that few sequences are added to `count`."""
-    largest = WRITTEN if writes and backend.on_cpu() else SHARD
+    largest = _at_once() if writes else SHARD
     return -(-count // -(-count // largest))
 
 

@@ -7,7 +7,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int
 
 from spectr_jax.transport.types import Key, Probs, Scalar
 
@@ -21,10 +21,7 @@ def uniform(key: Key, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
     They are multiples of 2^-33, rounded to 24 bits. The smallest uniform of `jax.random.uniform` is
     0, and the next one 2^-23: it accepts a draft of probability 1e-9 with probability 1e-7.
     """
-    return _as_uniform(jax.random.bits(key, shape, jnp.uint32))
-
-
-def _as_uniform(bits: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
+    bits = jax.random.bits(key, shape, jnp.uint32)
     # Rounding would turn the largest words into 1, which is not below a probability of 1.
     return jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
 
@@ -38,31 +35,29 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
     only `WIDTH` uniforms a stage; one race of all tokens (the Gumbel trick) needs V. A token of
     weight 0 is never drawn. If all weights are 0, token 0 is drawn.
     """
-    stages = [
-        jnp.asarray(weights)[None]
-    ]  # [blocks, candidates], from one block of blocks to the tokens.
+    # Arrays [blocks, candidates]: a single block of large blocks comes first, the tokens come last.
+    stages = [jnp.asarray(weights)[None]]
     while stages[0].shape[1] > WIDTH:
         row = stages[0][0]
         blocks = jnp.pad(row, (0, -len(row) % WIDTH)).reshape(-1, WIDTH)
         stages[:1] = [jnp.sum(blocks, axis=1)[None], blocks]
     *ends, words = itertools.accumulate(blocks.shape[1] for blocks in stages)
 
-    def draw_one(bits: UInt[Array, " words"]) -> Scalar:
+    def draw_one(clocks: Float[Array, " words"]) -> Scalar:
         index = jnp.int32(0)
-        for blocks, word in zip(stages, jnp.split(bits, ends), strict=True):
-            index = index * WIDTH + _first(blocks[index], _as_uniform(word))
+        for blocks, clock in zip(stages, jnp.split(clocks, ends), strict=True):
+            index = index * WIDTH + _first(blocks[index], clock)
         return index
 
-    bits = jax.random.bits(key, (*shape, words), jnp.uint32)
-    return jax.vmap(draw_one)(bits.reshape(-1, words)).reshape(shape)
+    clocks = -jnp.log1p(-uniform(key, (*shape, words)))
+    return jax.vmap(draw_one)(clocks.reshape(-1, words)).reshape(shape)
 
 
-def _first(weights: Float[Array, " n"], uniforms: Float[Array, " n"]) -> Scalar:
-    """Returns the winner of a race with the given `weights`."""
+def _first(weights: Float[Array, " n"], clocks: Float[Array, " n"]) -> Scalar:
+    """Returns the winner of the race of `weights` with the given `clocks`."""
     # The largest rate, w / e, is the earliest time. Those of weight 0 stay behind all others, even
     # behind a rate that underflows.
-    rates = jnp.where(weights > 0, weights / -jnp.log1p(-uniforms), -1)
-    return jnp.argmax(rates).astype(jnp.int32)
+    return jnp.argmax(jnp.where(weights > 0, weights / clocks, -1)).astype(jnp.int32)
 
 
 def log_arrivals(key: Key, pmf: Probs) -> Probs:

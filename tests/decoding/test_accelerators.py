@@ -10,6 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from spectr_jax.decoding import METHODS, Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils import backend
 
@@ -20,6 +21,11 @@ OPEN_LOOPS = {"spectr+", "spectr++"}
 def _transformer(seed, layers):
     shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 64}
     return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+
+
+def _llama(seed):
+    shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "kv_heads": 1, "head_width": 8}
+    return Llama(LlamaConfig(**shape, layers=2, context=64), rngs=nnx.Rngs(seed))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -75,7 +81,7 @@ def _stops(jaxpr):
     ],
 )
 def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, options, monkeypatch):
-    models = _transformer(0, 2), _transformer(1, 1)
+    models = _llama(0), _transformer(1, 1)
     prompts = np.random.default_rng(0).integers(0, 100, (rows, 5))
     tokens = []
     for on_cpu in (True, False):

@@ -10,6 +10,7 @@ import pytest
 from spectr_jax.decoding import Policy
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 from .conftest import LENGTH, about
@@ -76,6 +77,9 @@ def test_small_counts_make_small_shards(teacher, sentences, tmp_path, monkeypatc
     monkeypatch.setattr(teaching, "SHARD", 512)
     sizes = [teaching.shard_size(count, False) for count in (8, 512, 513, 20_000)]
     assert sizes == [8, 512, 257, 500] and teaching.shard_size(512, True) == 64
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "on_cpu", lambda: False)
+        assert teaching.shard_size(512, True) == 512
     folder, texts = tmp_path / "labels", teaching.read_texts(sentences, teacher.tokenizer)
     row_type, stored = labels.row_type(teacher.model.vocab_size, LENGTH), []
     for count in (8, 20):  # The second command keeps the size of the first.

@@ -29,6 +29,7 @@ from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.weights import save_weights, weight_files
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 SMOLLM2_VOCABULARY = "0e0d60eaa849a6265d6376432d4e79de04a0b21c91918017d99781f9785245d6"
@@ -40,6 +41,12 @@ def _probabilities(model, tokens):
     return jax.nn.softmax(
         model.extend(jnp.asarray(tokens), positions, causal(jnp.zeros(tokens.shape)))[0]
     )
+
+
+def test_an_accelerator_loads_bfloat16_by_default(monkeypatch):
+    monkeypatch.setattr(backend, "on_cpu", lambda: False)
+    leaves = jax.tree.leaves(nnx.state(load("random:draft_2m").model))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.slow

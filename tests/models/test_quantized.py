@@ -15,6 +15,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear, quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 SHAPE = TransformerConfig(layers=1, width=64, mlp=256, heads=4, vocab_size=29, context=48)
@@ -31,13 +32,15 @@ def _logits(frozen, tokens):
     return frozen.merge().extend(tokens, positions, causal(jnp.zeros(tokens.shape)))[0]
 
 
-@pytest.fixture(params=[True, False], ids=["kernels", "xla"])
+@pytest.fixture(params=["kernels", "xla", "accelerator"])
 def kernels(request, monkeypatch):
-    """Runs a test with the CPU kernels and without them."""
-    if request.param and not cpu.kernels_in_use():
+    """Runs a test with the CPU kernels, without them, and with the program for accelerators."""
+    if request.param == "kernels" and not cpu.kernels_in_use():
         pytest.skip("the CPU kernels are not in use")
-    if not request.param:
+    if request.param == "xla":
         monkeypatch.setattr(cpu, "kernels_in_use", lambda: False)
+    if request.param == "accelerator":
+        monkeypatch.setattr(backend, "on_cpu", lambda: False)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
@@ -54,8 +57,8 @@ def test_int8_layers_have_one_scale_per_output(kernels):
     scale = np.abs(kernel).max(0) / 127
     expected = x @ (np.round(kernel / scale) * scale) + np.arange(8)
     layer = Int8Linear(linear)
-    # Without the kernels, XLA would convert int8 in every call.
-    assert layer.kernel[...].dtype == (jnp.int8 if kernels else jnp.float32)
+    # Without the kernels, XLA on a CPU would convert int8 in every call.
+    assert layer.kernel[...].dtype == (jnp.float32 if kernels == "xla" else jnp.int8)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-4, atol=2e-3)
     np.testing.assert_allclose(layer(jnp.asarray(x[0, :1])), expected[0, :1], rtol=1e-4, atol=2e-3)
 

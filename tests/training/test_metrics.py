@@ -3,11 +3,13 @@
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from spectr_jax.training import throughput
 from spectr_jax.training.metrics import Window
+from spectr_jax.utils import backend
 
 
 class _Loss:
@@ -101,3 +103,15 @@ def test_similar_device_names_have_their_own_peak_flops(kind, teraflops, monkeyp
             throughput, "PEAK_FLOPS", dict(list(throughput.PEAK_FLOPS.items())[::order])
         )
         assert throughput.published_flops(kind) == wanted
+
+
+@pytest.mark.parametrize(("on_cpu", "products"), [(True, 2), (False, 3)])
+def test_an_unknown_accelerator_has_the_speed_of_a_product_on_each_device(
+    on_cpu, products, monkeypatch
+):
+    """The devices of a process share the cores of a CPU."""
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(throughput, "_product_flops", lambda: 1e12)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    assert throughput.peak_flops.__wrapped__() == products * 1e12

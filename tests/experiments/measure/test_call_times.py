@@ -1,6 +1,8 @@
 """Tests that timers return positive times. No test asserts a speed."""
 
 import functools
+import os
+import threading
 
 import pytest
 from flax import nnx
@@ -8,6 +10,7 @@ from flax import nnx
 from spectr_jax.decoding import get_method
 from spectr_jax.experiments import call_parts
 from spectr_jax.experiments.config import auto_config
+from spectr_jax.experiments.measure import bench
 from spectr_jax.experiments.measure.call_times import (
     PHASES,
     call_runs,
@@ -18,6 +21,7 @@ from spectr_jax.experiments.measure.call_times import (
 )
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.utils import backend
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,12 @@ def test_all_timers_compile_before_any_measures(journal):
 )
 def test_the_token_timer_returns_a_positive_time(name, options):
     assert token_timer(get_method(name, **options), 13, 2)() > 0
+
+
+@pytest.mark.parametrize(("on_cpu", "at_once"), [(True, 2), (False, 8)])
+def test_programs_for_an_accelerator_compile_on_every_core(on_cpu, at_once, monkeypatch):
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    together = threading.Barrier(at_once, timeout=60)
+    tasks = [together.wait] * 8
+    assert sorted(bench.compiled_in_parallel(tasks)) == sorted([*range(at_once)] * (8 // at_once))
