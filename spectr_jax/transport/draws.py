@@ -55,9 +55,9 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
 
 def _first(weights: Float[Array, " n"], clocks: Float[Array, " n"]) -> Scalar:
     """Returns the winner of the race of `weights` with the given `clocks`."""
-    # The largest rate, w / e, is the earliest time. Those of weight 0 stay behind all others, even
-    # behind a rate that underflows.
-    return jnp.argmax(jnp.where(weights > 0, weights / clocks, -1)).astype(jnp.int32)
+    # The largest rate, w / e, is the earliest time. Its factor keeps rates of tiny weights from
+    # underflow. Candidates of weight 0 stay behind all others.
+    return jnp.argmax(jnp.where(weights > 0, weights * 2.0**24 / clocks, -1)).astype(jnp.int32)
 
 
 def log_arrivals(key: Key, pmf: Probs) -> Probs:

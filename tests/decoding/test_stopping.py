@@ -273,7 +273,7 @@ def test_a_chat_stops_at_a_dropped_space_and_at_a_control_token():
     trained, new = Trained("spaced", TARGET, Spaced()), 6
     arguments = get_method("baseline"), trained, None, freeze(TARGET), None, new, Policy(), None
     first, last = 0, 0
-    for seed in range(30):
+    for seed in range(60):
         key = jax.random.key(seed)
         out = generate(key, get_method("baseline"), TARGET, None, [[3, 3]], [2], new)
         tokens = np.asarray(out.tokens)[0, 2 : 2 + new].tolist()

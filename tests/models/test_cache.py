@@ -12,6 +12,7 @@ from flax import nnx
 from spectr_jax.models.cache import Cache, differentiable, read, write, zeros
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.utils import backend
 
 
 def test_integer_rows_of_custom_models_are_written_unchanged():
@@ -80,10 +81,12 @@ def test_writes_do_not_convert_bfloat16_caches_to_float32():
     assert program.memory_analysis().temp_size_in_bytes < buffer.nbytes
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_gradients_flow_through_written_rows(dtype, batch):
+def test_gradients_flow_through_written_rows(dtype, batch, on_cpu, monkeypatch):
     """Drafts that see features are trained through written rows. Gradients of old rows are 0."""
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     starts, weights = jnp.arange(batch), jnp.arange(1.0, 1 + batch * 10).reshape(batch, 5, 2)
 
     def loss(buffer, rows):

@@ -8,14 +8,17 @@ from flax import nnx
 
 from spectr_jax.models.layers.cpu import FEW, kernels_in_use
 from spectr_jax.models.layers.dense import dense_layer, with_halved_kernels
+from spectr_jax.utils import backend
 
 
 def _linear(inputs, outputs):
     return dense_layer(inputs, outputs, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 40])
-def test_linear_layers_and_their_gradients_equal_float64(rows):
+def test_linear_layers_and_their_gradients_equal_float64(rows, on_cpu, monkeypatch):
+    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     linear = _linear(512, 1024)
     x, g = (
         jax.random.normal(key, (rows, width))

@@ -310,7 +310,7 @@ def test_sample_compares_every_prompt_and_writes_a_page(toy, tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     environment = {**os.environ, **ascii_only}  # An ASCII stdout cannot encode é.
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0 and "\033" not in ended.stdout, ended.stderr
+    assert ended.returncode == 0 and "\033[" not in ended.stdout, ended.stderr
     told = f"no --draft is given for '{toy.folder}/target': the baseline decodes it\n"
     assert ended.stderr == told
     refused = subprocess.run(
