@@ -18,7 +18,8 @@ from spectr_jax.distillation.students import parameters
 from spectr_jax.experiments import tokens_per_call
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
-from spectr_jax.experiments.measure.bench import CORES_OF_A_PROGRAM, Bench
+from spectr_jax.experiments.measure import bench as benches
+from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.measurement import Contender, Measurement, read_prompts
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
@@ -200,7 +201,7 @@ def test_compiled_programs_are_not_compiled_again(toy, count_compilations):
 def test_a_stopped_table_resumes_without_measuring_twice(whole, toy, tmp_path, monkeypatch):
     """Nothing is measured twice, and the table equals one without stops, except for its times."""
     config, measured, measure = _config(toy.folder), [], Bench.run
-    monkeypatch.setitem(CORES_OF_A_PROGRAM, "cpu", 1)  # Lets programs compile in parallel.
+    monkeypatch.setattr(benches, "CORES_OF_A_PROGRAM", 1)  # Lets programs compile in parallel.
 
     def stopped(bench, program, seed, batches=None):
         if batches is None:  # Warm-up runs give `batches`.
