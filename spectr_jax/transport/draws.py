@@ -33,10 +33,11 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
     exponential race: candidate i arrives at time e_i / w_i with e_i ~ Exp(1), and the first wins.
     A race keeps the relative precision of small weights, which cumulative sums lose. Blocks need
     only `WIDTH` uniforms a stage; one race of all tokens (the Gumbel trick) needs V. A token of
-    weight 0 is never drawn. If all weights are 0, token 0 is drawn.
+    weight 0 is never drawn. If all weights are 0, token 0 is drawn. Weights are read as float32, from
+    its smallest normal number (a CPU takes smaller ones for 0) to 1e21.
     """
     # Arrays [blocks, candidates]: a single block of large blocks comes first, the tokens come last.
-    stages = [jnp.asarray(weights)[None]]
+    stages = [jnp.asarray(weights, jnp.float32)[None]]
     while stages[0].shape[1] > WIDTH:
         row = stages[0][0]
         blocks = jnp.pad(row, (0, -len(row) % WIDTH)).reshape(-1, WIDTH)
@@ -65,7 +66,7 @@ def log_arrivals(key: Key, pmf: Probs) -> Probs:
 
     `key` determines the clocks.
     """
-    # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-24, too coarse for tokens
+    # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-23, too coarse for tokens
     # below 1e-7, which can hold 1e-3 of the mass.
     return -(jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf))
 

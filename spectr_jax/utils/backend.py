@@ -1,4 +1,4 @@
-"""Where JAX computes. All code that differs between CPUs and accelerators asks `on_cpu`."""
+"""Where JAX computes. Programs that differ between CPUs and accelerators ask `on_cpu`."""
 
 import jax
 

@@ -280,7 +280,7 @@ def test_race_select_follows_the_acceptance_by_child_index():
 
 
 def test_race_clocks_resolve_rare_tokens():
-    """Tokens below 1e-7 win by clocks near 2^-24, so clocks must not be multiples of 2^-24."""
+    """Tokens below 1e-7 win by clocks near 2^-24, so clocks must not be multiples of 2^-23."""
     clocks = np.exp(
         np.asarray(draws.log_arrivals(jax.random.key(0), jnp.ones(1 << 23)), np.float64)
     )
