@@ -163,8 +163,9 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
     ) -> list[Text]:
         key = jax.random.key(rng.integers(2**31))
         written: list[Text] = []
-        for offset in range(0, len(prompts), _at_once()):
-            part = prompts[offset : offset + _at_once()]
+        at_once = _at_once()
+        for offset in range(0, len(prompts), at_once):
+            part = prompts[offset : offset + at_once]
             lengths = np.array([len(tokens) for tokens in part], np.int32)
             padding = [tokenizer.bos] * longest
             padded = np.array([[*tokens, *padding][:longest] for tokens in part], np.int32)

@@ -18,8 +18,8 @@ WIDTH = 64
 def uniform(key: Key, shape: tuple[int, ...] = ()) -> Float[Array, "..."]:
     """Returns float32 uniforms in (0, 1) of the given `shape`; consumes `key`.
 
-    They are multiples of 2^-33, rounded to 24 bits. The smallest uniform of `jax.random.uniform` is
-    0, and the next one 2^-23: it accepts a draft of probability 1e-9 with probability 1e-7.
+    They are odd multiples of 2^-33, rounded to 24 bits. Those of `jax.random.uniform` are multiples
+    of 2^-23 and can be 0, which would accept a draft of acceptance 1e-9 with probability 1e-7.
     """
     bits = jax.random.bits(key, shape, jnp.uint32)
     # Rounding would turn the largest words into 1, which is not below a probability of 1.
@@ -57,7 +57,7 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
 def _first(weights: Float[Array, " n"], clocks: Float[Array, " n"]) -> Scalar:
     """Returns the winner of the race of `weights` with the given `clocks`."""
     # The largest rate, w / e, is the earliest time. Its factor keeps rates of tiny weights from
-    # underflow. Candidates of weight 0 stay behind all others.
+    # underflow. A candidate of weight 0 loses to all others.
     return jnp.argmax(jnp.where(weights > 0, weights * 2.0**24 / clocks, -1)).astype(jnp.int32)
 
 
