@@ -2,7 +2,7 @@
 
 import functools
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from flax import nnx
@@ -82,12 +82,15 @@ def test_the_token_timer_returns_a_positive_time(name, options):
 
 @pytest.mark.parametrize(("on_cpu", "at_once"), [(True, 2), (False, 8)])
 def test_programs_for_an_accelerator_compile_on_every_core(on_cpu, at_once, monkeypatch):
+    pools = []
+
+    def pool(workers):
+        pools.append(workers)
+        return ThreadPoolExecutor(workers)
+
+    monkeypatch.setattr(bench, "ThreadPoolExecutor", pool)
     monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    together = threading.Barrier(at_once, timeout=60)
-
-    def task():
-        together.wait()
-        return threading.get_ident()
-
-    assert len(set(bench.compiled_in_parallel([task] * 8))) == at_once
+    tasks = [functools.partial(pow, 2, power) for power in range(8)]
+    assert list(bench.compiled_in_parallel(tasks)) == [2**power for power in range(8)]
+    assert pools == [at_once]
