@@ -61,7 +61,7 @@ def test_a_race_counts_all_random_words(rare, rare_first, monkeypatch):
     binary search finds how many of its own 2^32 words win."""
     others = (np.arange(2**14) + 0.5) * 2**18
     own = 0 if rare_first else 1
-    weights = np.float32([rare, 1 - rare] if rare_first else [1 - rare, rare])
+    weights = jnp.float32([rare, 1 - rare] if rare_first else [1 - rare, rare])
 
     @jax.jit
     def wins(words):
@@ -75,5 +75,5 @@ def test_a_race_counts_all_random_words(rare, rare_first, monkeypatch):
         won = wins(np.minimum(middle, 2**32 - 1).astype(np.uint32))
         low, high = np.where(unknown & won, middle + 1, low), np.where(unknown & ~won, middle, high)
     assert np.all(low == high)
-    exact = float(weights[own]) / weights.astype(float).sum()
+    exact = float(weights[own]) / np.sum(weights, dtype=float)
     assert np.mean(low / 2**32) == pytest.approx(exact, rel=5e-3)
