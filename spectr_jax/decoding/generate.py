@@ -134,8 +134,14 @@ def _generate(request: Request) -> Generation:
     specs |= dict.fromkeys(("keys", "prompts", "limits"), rows)
     request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
     share = dataclasses.replace(request, policy=policy, draft_policy=policy, **specs)
+    # The compiler divides the work over the axis `model`.
     return jax.shard_map(
-        _decode, mesh=request.mesh, in_specs=(share,), out_specs=rows, check_vma=False
+        _decode,
+        mesh=request.mesh,
+        in_specs=(share,),
+        out_specs=rows,
+        axis_names={"data", "fsdp"},
+        check_vma=False,
     )(request)
 
 
@@ -194,7 +200,11 @@ def _decode(request: Request) -> Generation:
     if observe is not None:
         none = zeros_like_output(lambda: observe_call(observe, call(start, setup)[1]))
         start = start._replace(observed=none)
-    end = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), step, start)
+
+    def any_left(loop: Loop) -> Array:
+        return sharding.over_groups(~jnp.all(loop.done))
+
+    end = jax.lax.while_loop(any_left, step, start)
     T = request.prompts.tokens.shape[1] + request.room
 
     def until_end(rows_BxT: Array) -> Array:

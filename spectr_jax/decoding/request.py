@@ -17,6 +17,7 @@ from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, PolicyRows, check_policy, for_rows
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, check_positive
+from spectr_jax.models import parallel
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import Frozen, Trained, check_context, freeze
 from spectr_jax.utils import sharding
@@ -146,7 +147,8 @@ def checked(
             processing.check_vocabulary(wanted.process, models[0].vocab_size)
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
-        models = sharding.replicate(mesh, models)
+        drafter = models[1] and parallel.on_mesh(mesh, models[1], least=parallel.SPLIT)
+        models = parallel.on_mesh(mesh, models[0]), drafter
     automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
     padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
@@ -233,8 +235,10 @@ def _check_mesh(mesh: Mesh, sequences: int) -> None:
         raise UserError(f"mesh={mesh!r}: must be a mesh or None; {hint}")
     if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
-    if sequences % mesh.size:
-        raise UserError(f"mesh: {sequences} prompts for {mesh.size} devices; give a multiple")
+    if sequences % (groups := sharding.rows_of(mesh)):
+        raise UserError(
+            f"mesh: {sequences} prompts for {groups} groups of devices; give a multiple"
+        )
 
 
 def padded_length(tokens: int, bucket: int = BUCKET) -> int:

@@ -17,7 +17,7 @@ from spectr_jax.decoding.tree import PerRow, Tokens
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.cache import Cache
 from spectr_jax.transport.types import IntScalar
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 PIECE = 64
 """Models run on at most this many prompt tokens at once, which bounds attention memory."""
@@ -65,10 +65,10 @@ def run(
         hidden, cache = model.hidden(*arguments, **({"also": layers_shown} if layers_shown else {}))
     else:
         logits, cache = model.extend(*arguments)
-        return _one(logits, only_B), None, cache
+        return sharding.split(_one(logits, only_B), axis=-1), None, cache
     hidden = _one(hidden, only_B)  # Select first: the head is expensive.
     last = hidden[..., : features_shown(model)] if layers_shown else hidden
-    return model.logits_of(last), hidden, cache
+    return sharding.split(model.logits_of(last), axis=-1), hidden, cache
 
 
 def _one(
@@ -126,6 +126,6 @@ def run_on_prompts(
     start = cache, jnp.zeros((B, pieces * width, F), jnp.float32) if F else None
     if pieces == 1:
         return step(0, start)
-    pieces_used = (jnp.max(lengths_B) + width - 1) // width
+    pieces_used = (sharding.over_groups(jnp.max(lengths_B)) + width - 1) // width
     cache, shown = jax.lax.fori_loop(0, pieces_used, step, start)
     return cache, None if shown is None else shown[:, :T]

@@ -1,6 +1,5 @@
 """The protocol that every model follows, its additions for features, and what our decoders share."""
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +10,7 @@ from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.cache import Cache
+from spectr_jax.utils import sharding
 
 
 @runtime_checkable
@@ -168,7 +168,11 @@ class Decoder(nnx.Module):
         config = self.config
         # One array per layer: slicing stacked layers would copy them in every call.
         shape = (batch, capacity, config.kv_heads, config.head_width)
-        empty = functools.partial(cache_lib.zeros, shape, config.dtype)
+
+        def empty():
+            rows = cache_lib.zeros(shape, config.dtype)
+            return sharding.split(rows, axis=2) if config.shards > 1 else rows
+
         rows = tuple((empty(), empty()) for _ in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 

@@ -21,7 +21,7 @@ from flax import nnx
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.base import Decoder, split_abstract
 from spectr_jax.models.layers.attention import attention
-from spectr_jax.models.layers.dense import Embed, dense_layer
+from spectr_jax.models.layers.dense import Embed, dense_layer, parted
 from spectr_jax.models.layers.norms import RMSNorm
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 from spectr_jax.utils import backend
@@ -52,6 +52,8 @@ class LlamaConfig:
       feature_layers: target layers, from 1, whose outputs the draft sees besides the last
         hidden state (EAGLE-3: Li et al., 2025, arXiv 2503.01840). They are projected and added
         to it; empty for none.
+      shards: number of devices for which the outputs of joined matrices are ordered
+        (`models.parallel`); 1 for queries, keys and values, and for gate and up, one after another.
 
     Raises:
       UserError: a field has a value that does not fit the others.
@@ -75,6 +77,7 @@ class LlamaConfig:
     head_tokens: int = 0
     features: int = 0
     feature_layers: tuple[int, ...] = ()
+    shards: int = 1
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -149,15 +152,17 @@ class Block(nnx.Module):
             self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
         )
         x_BxNxE = x_BxNxE + attended_BxNxE
-        gate_BxNxF, up_BxNxF = jnp.split(self.gate_up(self.norm_mlp(x_BxNxE)), 2, axis=-1)
+        joined = self.gate_up(self.norm_mlp(x_BxNxE))
+        gate_BxNxF, up_BxNxF = parted(joined, self.config.shards, [1, 1])
         return x_BxNxE + self.down(jax.nn.silu(gate_BxNxF) * up_BxNxF), rows
 
     def _attend(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
         config = self.config
         B, N, _ = x_BxNxE.shape
-        heads = self.qkv(x_BxNxE).reshape(B, N, -1, config.head_width)
-        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = jnp.split(
-            heads, [config.heads, config.heads + config.kv_heads], axis=2
+        sizes = [config.heads, config.kv_heads, config.kv_heads]
+        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = (
+            part.reshape(B, N, -1, config.head_width)
+            for part in parted(self.qkv(x_BxNxE), config.shards, sizes)
         )
         if self.norm_q is not None and self.norm_k is not None:
             q_BxNxHxD, k_BxNxKxD = self.norm_q(q_BxNxHxD), self.norm_k(k_BxNxKxD)

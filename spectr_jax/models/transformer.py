@@ -21,7 +21,7 @@ from flax import nnx
 from spectr_jax.models import cache as cache_lib
 from spectr_jax.models.base import Decoder, split_abstract
 from spectr_jax.models.layers.attention import attention
-from spectr_jax.models.layers.dense import dense_layer
+from spectr_jax.models.layers.dense import dense_layer, parted
 from spectr_jax.models.layers.norms import LayerNorm
 from spectr_jax.utils.errors import UserError
 
@@ -31,8 +31,8 @@ class TransformerConfig:
     """The shape of a decoder.
 
     `dtype` is that of the factors of matrix products and of the cache; sums, norms and residuals
-    are float32, as are parameters in training. The last three fields are
-    for GPT-2 (`models.formats.gpt2`).
+    are float32, as are parameters in training. `norm_epsilon`, `attention_bias` and
+    `learned_positions` are for GPT-2 (`models.formats.gpt2`). `shards` is as in `LlamaConfig`.
 
     Raises:
       UserError: the heads do not divide the width, or it is odd and positions are sinusoidal.
@@ -49,6 +49,7 @@ class TransformerConfig:
     norm_epsilon: float = 1e-6
     attention_bias: bool = False
     learned_positions: bool = False
+    shards: int = 1
 
     def __post_init__(self):
         if self.heads < 1 or self.width % self.heads:
@@ -110,7 +111,7 @@ class Block(nnx.Module):
         B, N, _ = x_BxNxE.shape
         q_BxNxHxD, *new = (
             part.reshape(B, N, self.config.heads, -1).astype(self.config.dtype)
-            for part in jnp.split(self.qkv(x_BxNxE), 3, axis=-1)
+            for part in parted(self.qkv(x_BxNxE), self.config.shards, [1, 1, 1])
         )
         (k_BxTxHxD, v_BxTxHxD), rows = cache_lib.append(rows, tuple(new), starts_B)
         mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxHxD, v_BxTxHxD, mask_BxNxT)

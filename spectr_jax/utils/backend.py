@@ -2,7 +2,13 @@
 
 import jax
 
+from spectr_jax.utils import sharding
+
 
 def on_cpu() -> bool:
-    """Returns whether JAX computes on a CPU."""
-    return jax.default_backend() == "cpu"
+    """Returns whether programs are to have the form that is fast on a CPU.
+
+    Programs that are split over the axis `model` have the form for accelerators on CPUs too: all
+    devices must take the same steps.
+    """
+    return jax.default_backend() == "cpu" and sharding.model_devices() == 1

@@ -1,4 +1,4 @@
-"""The device mesh, with axes `data` and `fsdp`, and the placement of arrays on it."""
+"""The device mesh, with axes `data`, `fsdp` and `model`, and the placement of arrays on it."""
 
 from typing import Any
 
@@ -8,20 +8,61 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.utils.errors import UserError
 
-AXES = ("data", "fsdp")
-ROWS = PartitionSpec(AXES)
-"""Splits the rows of a batch over all devices."""
+MODEL = "model"
+AXES = ("data", "fsdp", MODEL)
+ROWS = PartitionSpec(AXES[:2])
+"""Splits the rows of a batch."""
 
 
-def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """Returns a (data, fsdp) mesh of all devices or of those given. Each group of `fsdp` devices
-    shares one copy of the parameters. Raises `UserError` if `fsdp` does not divide the devices."""
+def make_mesh(fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """Returns a (data, fsdp, model) mesh of all devices or of those given.
+
+    Rows of a batch are spread over `data` and `fsdp`. Each group of `model` devices computes the
+    same rows with one copy of the weights (`models.parallel`). In training, each group of `fsdp`
+    devices shares one copy of the parameters.
+
+    Raises:
+      UserError: `fsdp` or `model` does not divide the number of devices.
+    """
     count = len(devices or jax.devices())
     if fsdp < 1 or count % fsdp:
         raise UserError(f"mesh.fsdp={fsdp}: must divide the {count} devices; choose a divisor")
-    return jax.make_mesh(
-        (count // fsdp, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices
-    )
+    if model < 1 or count % (fsdp * model):
+        raise UserError(f"model={model}: must divide the {count // fsdp} devices; choose a divisor")
+    shape = count // (fsdp * model), fsdp, model
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def rows_of(mesh: Mesh) -> int:
+    """Returns the number of groups of devices that compute different rows."""
+    return mesh.size // mesh.shape[MODEL]
+
+
+def model_devices() -> int:
+    """Returns the size of the axis `model` in the program that is traced; 1 without such an axis."""
+    return jax.sharding.get_abstract_mesh().shape.get(MODEL, 1)
+
+
+def over_groups(x: jax.Array) -> jax.Array:
+    """Returns the maximum of `x` over all rows of devices, if they must take the same steps.
+
+    The compiler's collectives over the axis `model` may involve the devices of all rows. Without
+    that axis, each device loops as often as its own sequences need, and `x` is returned.
+    """
+    return x if model_devices() == 1 else jax.lax.pmax(x, AXES[:2])
+
+
+def split(x: jax.Array, axis: int) -> jax.Array:
+    """Returns `x` with `axis` split over the mesh's axis `model`, in a program for such a mesh.
+
+    Elsewhere, or if the number of devices does not divide the axis, it returns `x` itself.
+    """
+    devices = model_devices()
+    if devices == 1 or x.shape[axis] % devices:
+        return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[axis] = MODEL
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:

@@ -1,5 +1,6 @@
 """Linear layers of all decoders, with factors in the model's dtype and sums in float32."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,6 +59,19 @@ def dense_layer(
     """Returns a `Linear` layer with this package's defaults."""
     init = kernel_init or nnx.initializers.xavier_uniform()
     return Linear(inputs, outputs, use_bias=use_bias, dtype=dtype, kernel_init=init, rngs=rngs)
+
+
+def parted(joined: jax.Array, shards: int, sizes: Sequence[int]) -> list[jax.Array]:
+    """Returns the parts [..., C_i] of a joined product [..., C], with C_i in proportion to `sizes`.
+
+    With several `shards`, the product has a share of each part for each shard
+    (`models.parallel`).
+    """
+    channels = joined.shape[-1] // shards
+    ends = np.cumsum(sizes)[:-1] * channels // sum(sizes)
+    by_shard = joined.reshape(*joined.shape[:-1], shards, channels)
+    parts = jnp.split(by_shard, ends, axis=-1)
+    return [part.reshape(*joined.shape[:-1], -1) for part in parts]
 
 
 def with_halved_kernels(model: nnx.Module) -> nnx.Module:

@@ -1,0 +1,136 @@
+"""Tensor parallelism: the weights of a decoder, split over the axis `model` of a mesh.
+
+The layout is Megatron's (Shoeybi et al., 2019, arXiv 1909.08053). Matrices that read the hidden
+state (queries, keys and values; gate and up; the head) are split by their outputs, the embedding by
+its tokens, and those that write the hidden state (out, down) by their inputs, so that a block needs
+two all-reduces. Norms and sinusoidal or learned positions are on every device.
+
+Queries, keys and values are one matrix here, and so are gate and up. `laid_out` orders their outputs
+by device: each has whole heads of queries with the keys and values that they read. If there are more
+devices than key and value heads, these heads are repeated. A cache is split by its heads, and
+logits by their tokens (`utils.sharding.split`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from spectr_jax.models.base import Decoder
+from spectr_jax.models.frozen import Frozen, Trained, freeze
+from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.utils import sharding
+from spectr_jax.utils.errors import UserError
+
+SPLIT = 2**28
+"""A draft of fewer bytes is not split: reading it takes less time than its layers' all-reduces."""
+
+BY_OUTPUT, BY_INPUT = ("embed", "qkv", "gate_up", "up", "head"), ("out", "down")
+"""The modules whose arrays are split, by name."""
+
+
+def laid_out(config: Any, devices: int) -> Any:
+    """Returns the config of the same decoder with its joined matrices ordered for `devices`.
+
+    Key and value heads are repeated if there are fewer than `devices`.
+
+    Raises:
+      UserError: `devices` does not divide the heads, the MLP or the vocabulary, or neither of
+        `devices` and the number of key and value heads divides the other.
+    """
+    if config.shards == devices:
+        return config
+    kept = {"shards": devices}
+    if config.kv_heads < devices and devices % config.kv_heads == 0:
+        kept["kv_heads"] = devices  # A Transformer has as many as heads, and is refused below.
+    sizes = {"heads": config.heads, "mlp": config.mlp, "vocab_size": config.vocab_size}
+    sizes["kv_heads"] = kept.get("kv_heads", config.kv_heads)
+    for name, size in sizes.items():
+        if size % devices:
+            raise UserError(f"model={devices}: must divide {name}={size}; give another mesh")
+    return dataclasses.replace(config, **kept)
+
+
+def order(config: Any, wanted: Any, module: str) -> Int[np.ndarray, " outputs"] | None:
+    """Returns the outputs of a joined matrix in the order of `wanted`; None for other modules.
+
+    `config` is that of the decoder as published, with `shards=1`; `wanted` is its `laid_out`.
+    """
+    if module == "qkv":
+        each, D = wanted.kv_heads // config.kv_heads, config.head_width
+        keys = config.heads * D + np.arange(config.kv_heads * D).reshape(-1, D)
+        keys = np.repeat(keys, each, axis=0).ravel()
+        parts = [np.arange(config.heads * D), keys, keys + config.kv_heads * D]
+    elif module == "gate_up":
+        parts = [np.arange(config.mlp), config.mlp + np.arange(config.mlp)]
+    else:
+        return None
+    return np.concatenate([part.reshape(wanted.shards, -1) for part in parts], axis=1).ravel()
+
+
+def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
+    """Returns how the arrays of a decoder are split, by the names of `weights.named_leaves`."""
+    found = {}
+    for name, leaf in leaves.items():
+        path, field = name.removesuffix("/value").rsplit("/", 1)
+        # A kernel is [inputs, outputs], but in int8 [outputs, inputs].
+        outputs = int(field == "kernel" and f"{path}/scale/value" not in leaves)
+        module, axes = path.rsplit("/", 1)[-1], [None] * leaf.ndim
+        if module in BY_OUTPUT:
+            axes[outputs] = sharding.MODEL
+        elif module in BY_INPUT and field == "kernel":
+            axes[1 - outputs] = sharding.MODEL
+        found[name] = PartitionSpec(*axes)
+    return found
+
+
+def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
+    """Returns a model with its arrays on a mesh, for `generate`.
+
+    A decoder of at least `least` bytes is split over the axis `model`. Arrays of other models that
+    already lie on this mesh stay as they are, so that a model of your own can be split as you like;
+    all others are replicated.
+
+    Args:
+      mesh: from `sharding.make_mesh`.
+      model: as for `freeze`.
+      least: the smallest decoder to split, in bytes; a smaller one is replicated.
+
+    Raises:
+      UserError: as `freeze` and `laid_out`.
+    """
+    frozen = freeze(model)
+    if all(_lies_on(mesh, leaf) for leaf in frozen.leaves):
+        return frozen
+    bytes_of_all = sum(leaf.nbytes for leaf in frozen.leaves if hasattr(leaf, "nbytes"))
+    devices, decoder = mesh.shape[sharding.MODEL], frozen.merge()
+    if devices == 1 or not isinstance(decoder, Decoder) or bytes_of_all < least:
+        whole = NamedSharding(mesh, PartitionSpec())
+        places = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
+        return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, places))
+    config, wanted = decoder.config, laid_out(decoder.config, devices)
+    for _, module in nnx.iter_modules(decoder):
+        if hasattr(module, "config"):
+            module.config = wanted
+    graphdef, state = nnx.split(decoder)
+    leaves = named_leaves(state)
+    arrays = {}
+    for name, spec in specs(leaves).items():
+        module, field = name.removesuffix("/value").rsplit("/", 2)[-2:]
+        index = None if config == wanted else order(config, wanted, module)
+        array = leaves[name]
+        if index is not None:
+            axis = next(at for at, part in enumerate(spec) if part)
+            array = jnp.take(array, index, axis=axis)
+        arrays[name] = sharding.put(array, NamedSharding(mesh, spec))
+    return freeze(nnx.merge(graphdef, with_leaves(state, arrays)))
+
+
+def _lies_on(mesh: Mesh, leaf: Any) -> bool:
+    place = getattr(leaf, "sharding", None)
+    return isinstance(place, NamedSharding) and place.mesh == mesh
