@@ -14,7 +14,6 @@ logits by their tokens (`utils.sharding.split`).
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from spectr_jax.models.base import Decoder
-from spectr_jax.models.frozen import Frozen, Trained, freeze
+from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
@@ -76,17 +75,23 @@ def order(config: Any, wanted: Any, module: str) -> Int[np.ndarray, " outputs"] 
 def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
     """Returns how the arrays of a decoder are split, by the names of `weights.named_leaves`."""
     found = {}
+    axes: list[str | None]
     for name, leaf in leaves.items():
         path, field = name.removesuffix("/value").rsplit("/", 1)
         # A kernel is [inputs, outputs], but in int8 [outputs, inputs].
         outputs = int(field == "kernel" and f"{path}/scale/value" not in leaves)
-        module, axes = path.rsplit("/", 1)[-1], [None] * leaf.ndim
+        module, axes = path.rsplit("/", 1)[-1], [None] * len(leaf.shape)
         if module in BY_OUTPUT:
             axes[outputs] = sharding.MODEL
         elif module in BY_INPUT and field == "kernel":
             axes[1 - outputs] = sharding.MODEL
         found[name] = PartitionSpec(*axes)
     return found
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a leaf, such as `qkv` for `blocks/0/qkv/kernel/value`."""
+    return name.removesuffix("/value").split("/")[-2]
 
 
 def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
@@ -121,8 +126,7 @@ def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
     leaves = named_leaves(state)
     arrays = {}
     for name, spec in specs(leaves).items():
-        module, field = name.removesuffix("/value").rsplit("/", 2)[-2:]
-        index = None if config == wanted else order(config, wanted, module)
+        index = None if config == wanted else order(config, wanted, module_of(name))
         array = leaves[name]
         if index is not None:
             axis = next(at for at, part in enumerate(spec) if part)
