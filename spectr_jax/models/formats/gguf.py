@@ -6,9 +6,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.models.formats.folder import check_fields, check_known, refused
 from spectr_jax.models.formats.parts import fill, llama_arrays
+from spectr_jax.models.formats.tensors import Unread
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import check_fetched
@@ -130,53 +132,61 @@ class GGUF:
             raise UserError(f"{str(self.path)!r} lacks {name!r} in its metadata; fetch it again")
         return self.get(name)
 
-    def tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor in float32.
+    def tensor(self, name: str) -> Unread:
+        """Returns a tensor in float32. Its rows raise `UserError` if it cannot be dequantised.
 
         Raises:
           KeyError: there is none.
-          UserError: it cannot be dequantised.
         """
         found = self.tensors[name]
-        view, kind, start = found.data, found.tensor_type, found.data_offset
-        try:
-            # This bypasses the reader's memory map, whose pages would stay in memory.
-            stored = np.fromfile(self.path, view.dtype, view.size, offset=start)
-            # The library dequantizes 16 rows at a time, which is quicker for long rows.
-            joined = math.gcd(math.prod(view.shape[:-1]), 16)
-            rows = gguf.dequantize(stored.reshape(-1, joined * view.shape[-1]), kind)
-            return np.asarray(rows, np.float32).reshape(*view.shape[:-1], -1)
-        except (NotImplementedError, ValueError) as error:
-            raise UserError(
-                f"{str(self.path)!r} has {name} in {kind.name}, which cannot be read ({error}); give "
-                "another file"
-            ) from error
+        kind, shape = found.tensor_type, tuple(map(int, reversed(found.shape)))
+        stored = np.atleast_2d(found.data)  # A vector is one row of blocks, and is read whole.
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            first, last = (start, stop) if len(shape) > 1 else (0, 1)
+            row = math.prod(stored.shape[1:])
+            offset = found.data_offset + first * row * stored.itemsize
+            try:
+                # This bypasses the reader's memory map, whose pages would stay in memory.
+                read = np.fromfile(self.path, stored.dtype, (last - first) * row, offset=offset)
+                # The library dequantizes 16 rows at a time, which is quicker for long rows.
+                of_each = math.gcd((last - first) * math.prod(stored.shape[1:-1]), 16)
+                values = gguf.dequantize(read.reshape(-1, of_each * stored.shape[-1]), kind)
+                values = np.asarray(values, np.float32).reshape(last - first, *shape[1:] or (-1,))
+            except (NotImplementedError, ValueError) as error:
+                raise UserError(
+                    f"{str(self.path)!r} has {name} in {kind.name}, which cannot be read ({error}); "
+                    "give another file"
+                ) from error
+            return values if len(shape) > 1 else values[0, start:stop]
+
+        return Unread(shape, rows)
 
 
-def load_gguf(file: GGUF, dtype: str = "float32") -> Llama:
+def load_gguf(file: GGUF, dtype: str = "float32", mesh: Mesh | None = None) -> Llama:
     """Reads a model of the Llama family for decoding.
 
     Args:
       file: the open file.
       dtype: "float32", "bfloat16" or "int8", whatever the file holds.
+      mesh: as in `fill`.
 
     Raises:
-      UserError: the file lacks a part, or its model is not supported.
+      UserError: the file lacks a part, or its model is not supported; or as `fill`.
     """
     config = gguf_config(file)
     interleaved = file.need("general.architecture") == "llama"
     unread = set(file.tensors) - {ROPE_DIVISORS}
 
-    def tensor(name: str) -> np.ndarray:
+    def tensor(name: str) -> Unread:
         array = file.tensor(name)
         unread.discard(name)
         rotary = interleaved and name.split(".")[-2] in ("attn_q", "attn_k")
-        if rotary and len(array) % config.head_width == 0:  # Otherwise `fill` refuses it.
-            return _in_halves(array, config.head_width)
-        return array
+        # `fill` reads whole heads, and refuses tensors of other shapes.
+        return array.then(lambda rows: _in_halves(rows, config.head_width)) if rotary else array
 
     arrays = llama_arrays(config, tensor, NAMES, "blk.{}.", str(file.path))
-    model = fill(config, arrays, dtype, source=str(file.path))
+    model = fill(config, arrays, dtype, source=str(file.path), mesh=mesh)
     if unread:  # Nothing else in the file says that a model has such parts.
         raise UserError(f"{str(file.path)!r} has an unsupported part {min(unread)!r}; give another")
     return model
@@ -233,7 +243,7 @@ def _divisors(file: GGUF, arch: str, head_width: int) -> tuple[float, ...]:
     if file.get(f"{arch}.rope.scaling.type") == "none":
         factor = 1.0
     if ROPE_DIVISORS in file.tensors:
-        return tuple((file.tensor(ROPE_DIVISORS) * factor).tolist())
+        return tuple((file.tensor(ROPE_DIVISORS)[:] * factor).tolist())
     return () if factor == 1 else (float(factor),) * (head_width // 2)
 
 

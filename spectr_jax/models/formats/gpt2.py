@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused
 from spectr_jax.models.formats.parts import fill
@@ -57,15 +58,18 @@ UNUSED = r"lm_head\.weight|.*\.attn\.(masked_)?bias"
 """Tensors that are ignored: a head that is tied, and masks of older versions of transformers."""
 
 
-def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
+def load_gpt2(
+    folder: pathlib.Path, dtype: str = "float32", mesh: Mesh | None = None
+) -> Transformer:
     """Reads a GPT-2 checkpoint for decoding.
 
     Args:
       folder: has config.json and model.safetensors, or its parts and their index.
       dtype: "float32", "bfloat16" or "int8", whatever the files hold.
+      mesh: as in `fill`.
 
     Raises:
-      UserError: a file is missing or damaged, or the model is not of GPT-2's family.
+      UserError: a file is missing or damaged, or the model is not of GPT-2's family; or as `fill`.
     """
     config = read_config(folder)
     try:
@@ -77,7 +81,7 @@ def load_gpt2(folder: pathlib.Path, dtype: str = "float32") -> Transformer:
         )
         tensors = Folder(folder)
         arrays = _ours(shape, tensors, tied=config["tie_word_embeddings"])
-        model = fill(shape, arrays, dtype, source=str(folder))
+        model = fill(shape, arrays, dtype, source=str(folder), mesh=mesh)
     except KeyError as error:
         raise UserError(
             f"{str(folder)!r} is not a complete GPT-2 checkpoint: it lacks {error}; fetch it again"

@@ -5,9 +5,11 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused, save
 from spectr_jax.models.formats.parts import fill, llama_arrays
+from spectr_jax.models.formats.tensors import Unread
 from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.utils.errors import UserError
@@ -68,24 +70,25 @@ UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
 """Tensors that are ignored: a head that is tied, and buffers of older versions of transformers."""
 
 
-def load_llama(folder: pathlib.Path, dtype: str = "float32") -> Llama:
+def load_llama(folder: pathlib.Path, dtype: str = "float32", mesh: Mesh | None = None) -> Llama:
     """Reads a model of the family for decoding.
 
     Args:
       folder: has config.json and model.safetensors, or its parts and their index.
       dtype: "float32", "bfloat16" or "int8", whatever the files hold.
+      mesh: as in `fill`.
 
     Raises:
-      UserError: a file is missing or damaged, or the model is not supported.
+      UserError: a file is missing or damaged, or the model is not supported; or as `fill`.
     """
     config = llama_config(folder)
     tensors = Folder(folder)
 
-    def tensor(name: str) -> np.ndarray:
-        return np.asarray(tensors[name], np.float32)
+    def tensor(name: str) -> Unread:
+        return tensors.unread(name).then(lambda rows: np.asarray(rows, np.float32))
 
     arrays = llama_arrays(config, tensor, NAMES, LAYER, str(folder))
-    model = fill(config, arrays, dtype, source=str(folder))
+    model = fill(config, arrays, dtype, source=str(folder), mesh=mesh)
     tensors.check_all_read(UNUSED)
     return model
 
@@ -109,6 +112,8 @@ def save_llama(
     for name in ("embed_rank", "head_tokens", "features", "rope_divisors"):
         if value := getattr(config, name):
             raise UserError(f"{name}={value!r:.40}: {remedy}")
+    if config.shards > 1:
+        raise UserError(f"shards={config.shards}: {remedy} of the model loaded without a mesh")
     if (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
         raise UserError(f"a model with qkv_bias and qk_norm, or an int8 model {remedy}")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"

@@ -1,10 +1,13 @@
 """Fills a decoder with the arrays of a checkpoint, for the readers of all formats.
 
 Arrays have Hugging Face's layout: kernels are [outputs, inputs], and channels i and D / 2 + i of a
-head are a rotary pair. Each array is stored in the model's dtype before the next is read.
+head are a rotary pair. Each array is stored in the model's dtype before the next is read, on one
+device or in shards on a mesh.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,21 +15,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
+from spectr_jax.models.formats.tensors import Unread, in_order, joined
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import check_finite, named_leaves, with_leaves
+from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
+
+Array = Unread | np.ndarray
 
 
 def fill(
     config: LlamaConfig | TransformerConfig,
-    arrays: Iterable[tuple[str, np.ndarray]],
+    arrays: Iterable[tuple[str, Array]],
     dtype: str,
     *,
     source: str,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Returns a decoder with the arrays of a checkpoint.
 
@@ -35,64 +45,146 @@ def fill(
       arrays: all arrays, as (our name, array).
       dtype: "float32", "bfloat16" or "int8", which quantizes each array as `quantize` does.
       source: named in errors.
+      mesh: places the arrays as `parallel.on_mesh` does. This process then reads only the rows that
+        its devices hold, and whole arrays where they are split by inputs. None for one device.
 
     Raises:
-      UserError: the shape of an array is not the config's, or a value is not finite.
+      UserError: the shape of an array is not the config's, a value is not finite, the mesh does not
+        divide the decoder, or its devices have too little memory.
     """
     int8 = dtype == "int8"
-    shape = dataclasses.replace(config, dtype="float32" if int8 else dtype)
+    shape: Any = dataclasses.replace(config, dtype="float32" if int8 else dtype)
+    laid = shape if mesh is None else parallel.laid_out(shape, mesh.shape[sharding.MODEL])
 
     def build(rngs):
-        decoder: Any = Llama if isinstance(shape, LlamaConfig) else Transformer
-        model = decoder(shape, rngs=rngs)
+        decoder: Any = Llama if isinstance(laid, LlamaConfig) else Transformer
+        model = decoder(laid, rngs=rngs)
         return quantize(model) if int8 else model
 
     graphdef, state = split_abstract(build)
-    wanted, leaves = named_leaves(state), {}
+    wanted = named_leaves(state)
+    for name, leaf in wanted.items():
+        if not int8 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    places = parallel.places(mesh, shape, laid, wanted) if mesh is not None else {}
+    check_memory(source, wanted, mesh, places)
+    leaves: dict[str, jax.Array] = {}
     for name, array in arrays:
-        for leaf, value in _leaves(name, array, wanted):
-            _check(source, name, value, wanted[leaf].shape if leaf in wanted else None)
-            check_finite(source, name, value)
-            made = jnp.asarray(value, wanted[leaf].dtype if int8 else dtype)
-            # Otherwise arrays stay in memory until they are copied.
-            leaves[leaf] = jax.block_until_ready(made)
+        leaves |= _placed(source, name, array, wanted, places)
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
 
-def _check(source: str, name: str, array, expected: tuple[int, ...] | None) -> None:
-    """Raises `UserError` unless `array` has the `expected` shape; None if there is no such part."""
-    if array.shape != expected:
-        given = "none" if expected is None else list(expected)
+def _placed(
+    source: str, name: str, array: Array, wanted: dict, places: dict[str, parallel.Place]
+) -> dict[str, jax.Array]:
+    """Returns the leaves of the model for an array, on one device if there are no `places`."""
+    module = name.rpartition("/")[0]
+    int8 = len(array.shape) == 2 and f"{module}/scale/value" in wanted
+    kernel = f"{module}/kernel/value" if int8 else f"{name}/value"
+    order = places[kernel].order if kernel in places else None
+    turned = name.endswith("/kernel") and not int8
+    shape = array.shape[::-1] if turned else array.shape
+    _check(source, name, shape, _published(wanted.get(kernel), places.get(kernel)))
+
+    def rows(start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns the leaves for these rows."""
+        read = in_order(array, order, start, stop)
+        if not int8:
+            check_finite(source, name, read)
+            return {kernel: read.T if turned else read}
+        with np.errstate(invalid="ignore"):  # The scale of a row that is not finite is not either.
+            whole, scale = quantized(read.astype(np.float32, copy=False))
+        check_finite(source, name, scale)
+        return {kernel: whole, f"{module}/scale/value": scale[:, 0]}
+
+    if places:
+        # Both leaves of an int8 array, and the devices of several rows of the mesh, share a read.
+        cast = functools.cache(
+            lambda *ends: {
+                leaf: part.astype(wanted[leaf].dtype) for leaf, part in rows(*ends).items()
+            }
+        )
+        leaves = [kernel, f"{module}/scale/value"] if int8 else [kernel]
+        made = {leaf: _sharded(wanted[leaf].shape, places[leaf], cast, leaf) for leaf in leaves}
+    else:
+        read = rows(0, array.shape[0])
+        made = {leaf: jnp.asarray(part, wanted[leaf].dtype) for leaf, part in read.items()}
+    # Otherwise arrays stay in memory until they are copied.
+    return jax.block_until_ready(made)
+
+
+def _published(leaf: Any, place: parallel.Place | None) -> tuple[int, ...] | None:
+    """Returns the shape of a leaf before it is laid out for a mesh; None if there is no leaf."""
+    if leaf is None or place is None or place.order is None:
+        return leaf and tuple(leaf.shape)
+    shape = list(leaf.shape)
+    shape[place.outputs] = int(place.order.max()) + 1  # The order may repeat heads.
+    return tuple(shape)
+
+
+def _sharded(
+    shape: tuple[int, ...], place: parallel.Place, rows: Callable[[int, int], dict], leaf: str
+) -> jax.Array:
+    """Returns a leaf of which each device of this process gets its part of `rows`."""
+
+    def part(index: Any) -> np.ndarray:
+        start, stop, _ = index[place.outputs].indices(shape[place.outputs])
+        rest = list(index)
+        rest[place.outputs] = slice(None)
+        return rows(start, stop)[leaf][tuple(rest)]
+
+    return jax.make_array_from_callback(shape, place.sharding, part)
+
+
+def check_memory(
+    source: str, wanted: dict[str, Any], mesh: Mesh | None, places: dict[str, parallel.Place]
+) -> None:
+    """Raises `UserError` if the weights do not fit into the memory of this process's devices.
+
+    Args:
+      source: the model, named in errors.
+      wanted: abstract arrays by name.
+      mesh: None for the default device.
+      places: of the arrays on the mesh.
+    """
+    each = 0
+    for name, leaf in wanted.items():
+        shape = places[name].sharding.shard_shape(leaf.shape) if places else leaf.shape
+        each += math.prod(shape) * leaf.dtype.itemsize
+    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    free, count = memory.free_of(devices), 1
+    if free is None and devices[0].platform == "cpu":
+        free, count = memory.free_on_host(), len(devices)
+    if free is not None and (needed := each * count) > free:
+        where = f"{count} devices of this host" if count > 1 else "a device"
         raise UserError(
-            f"{source!r}: {name} is {list(array.shape)} where its configuration gives {given}; "
+            f"{source!r}: needs {needed / 1e9:.2f} GB on {where}, where {free / 1e9:.2f} GB are "
+            "free; split it over more devices (model_parallel), or load it in int8"
+        )
+
+
+def _check(source: str, name: str, given: tuple[int, ...], expected: tuple[int, ...] | None):
+    """Raises `UserError` unless an array has the `expected` shape; None if there is no such part."""
+    if given != expected:
+        wanted = "none" if expected is None else list(expected)
+        raise UserError(
+            f"{source!r}: {name} is {list(given)} where its configuration gives {wanted}; "
             "fetch both again"
         )
 
 
-def _leaves(name: str, array: np.ndarray, wanted: dict) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of the model for an array: itself, or an int8 kernel and its scales."""
-    module = name.rpartition("/")[0]
-    if array.ndim == 2 and f"{module}/scale/value" in wanted:
-        with np.errstate(invalid="ignore"):  # The scale of a row that is not finite is not either.
-            whole, scale = quantized(array.astype(np.float32, copy=False))
-        yield f"{module}/kernel/value", whole
-        yield f"{module}/scale/value", scale[:, 0]
-    else:
-        yield f"{name}/value", array.T if name.endswith("/kernel") else array
-
-
 def llama_arrays(
     config: LlamaConfig,
-    tensor: Callable[[str], np.ndarray],
+    tensor: Callable[[str], Unread],
     names: dict[str, str],
     prefix: str,
     source: str,
-) -> Iterator[tuple[str, np.ndarray]]:
+) -> Iterator[tuple[str, Unread]]:
     """Returns an iterator over the arrays of a `Llama`, for `fill`.
 
     Args:
       config: its shape.
-      tensor: reads a tensor of the checkpoint by its name; raises KeyError if there is none.
+      tensor: returns a tensor of the checkpoint by its name; raises KeyError if there is none.
       names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
         of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
         has them, also of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
@@ -116,26 +208,26 @@ def llama_arrays(
     rows |= {f"{name}_bias": count for name, count in rows.items()}
     rows |= {"gate": config.mlp, "up": config.mlp}
 
-    def joined(layer, *parts):
+    def read_all(layer, *parts):
         """Returns parts that are one array here, after a check of their shapes."""
         arrays = [read(part, layer) for part in parts]
         for part, array in zip(parts, arrays, strict=True):
             expected = (rows[part],) if part.endswith("_bias") else (rows[part], config.width)
-            _check(source, f"{layer}.{part}", array, expected)
-        return np.concatenate(arrays)
+            _check(source, f"{layer}.{part}", array.shape, expected)
+        return joined(arrays)
 
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+    def arrays() -> Iterator[tuple[str, Unread]]:
         norms = ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ()))
         yield "embed/embedding", read("embed")
         for layer in range(config.layers):
             block = f"blocks/{layer}"
             for norm in norms:
                 yield f"{block}/{norm}/scale", read(norm, layer)
-            yield f"{block}/qkv/kernel", joined(layer, *"qkv")
+            yield f"{block}/qkv/kernel", read_all(layer, *"qkv")
             if config.qkv_bias:
-                yield f"{block}/qkv/bias", joined(layer, "q_bias", "k_bias", "v_bias")
+                yield f"{block}/qkv/bias", read_all(layer, "q_bias", "k_bias", "v_bias")
             yield f"{block}/out/kernel", read("out", layer)
-            yield f"{block}/gate_up/kernel", joined(layer, "gate", "up")
+            yield f"{block}/gate_up/kernel", read_all(layer, "gate", "up")
             yield f"{block}/down/kernel", read("down", layer)
         yield "norm/scale", read("norm")
         if not config.tied:
