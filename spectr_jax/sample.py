@@ -69,6 +69,13 @@ _DTYPE = flags.DEFINE_string(
     "Precision of both models: float32, bfloat16 or int8. (default: int8 for published models and "
     "smollm2; for others what is fastest without loss)",
 )
+_MODEL_PARALLEL = flags.DEFINE_integer(
+    "model_parallel",
+    1,
+    "The number of devices over which the target's weights are split, for targets that are too "
+    "large for one.",
+    lower_bound=1,
+)
 _CHAT = flags.DEFINE_bool(
     "chat", False, "Treat prompts as chat messages, and print each answer as it is decoded."
 )
@@ -134,6 +141,7 @@ def main():
         *(_NEW.value or (256 if chat else 64), policy, own),
         logprobs=path is not None,
         stop=tuple(_STOP.value),
+        mesh=_mesh(),
     )
     draws = session.method.tree.size and session.method.drafter.draws
     if not draws and _DRAFT_TEMPERATURE.value is not None:
@@ -147,6 +155,25 @@ def main():
         _chat(session, prompts)
     else:
         _show(session, prompts, path)
+
+
+def _mesh():
+    """Returns a mesh of --model_parallel devices, or None for one device.
+
+    Raises:
+      UserError: there are fewer devices.
+    """
+    import jax
+
+    from spectr_jax.utils import sharding
+    from spectr_jax.utils.errors import UserError
+
+    wanted, count = _MODEL_PARALLEL.value, jax.device_count()
+    if wanted > count:
+        problem = f"JAX finds {count} devices; give at most {count}"
+        raise UserError(f"--model_parallel={wanted}: {problem}")
+    devices = jax.devices()[:wanted]
+    return None if wanted == 1 else sharding.make_mesh(model=wanted, devices=devices)
 
 
 def _method():

@@ -11,6 +11,7 @@ def decoding_config() -> dict[str, Any]:
     return {
         "target": "6m",
         "dtype": "float32",
+        "model_parallel": 1,  # Devices over which the target's weights are split.
         "prompts": "embedded",  # Or a corpus, as in data.train of a training config.
         "tfds_dir": "",
         "prompt_tokens": 8,  # Longer prompts are cut to this many tokens after BOS.

@@ -1,9 +1,11 @@
 """Loads a target with drafts that share its vocabulary, except for added or padded tokens."""
 
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.data.tokenizer import VocabularyOf
 from spectr_jax.loading.by_name import Trained, load
+from spectr_jax.models import parallel
 from spectr_jax.models.base import features_seen, features_shown
 from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.utils.errors import UserError
@@ -13,36 +15,52 @@ SHARED = 0.95
 
 
 def load_pair(
-    target: str, drafts: tuple[str, ...], dtype: str | None
+    target: str, drafts: tuple[str, ...], dtype: str | None, mesh: Mesh | None = None
 ) -> tuple[Trained, list[Trained]]:
     """Returns a target and its drafts, each draft `fitted` to the target.
 
     Raises:
       UserError: as `load` and `fitted`.
     """
-    loaded_target = load_alone(target, dtype)
-    return loaded_target, [fitted(load(draft, dtype), loaded_target) for draft in drafts]
+    loaded_target = load_alone(target, dtype, mesh)
+    return loaded_target, [
+        fitted(load_draft(draft, dtype, mesh), loaded_target) for draft in drafts
+    ]
 
 
-def load_alone(spec: str, dtype: str | None = None) -> Trained:
+def load_draft(spec: str, dtype: str | None, mesh: Mesh | None = None) -> Trained:
+    """Returns a draft, as `load`. On a mesh, one of fewer than `parallel.SPLIT` bytes is replicated.
+
+    It is read whole, because its size decides whether it is split.
+
+    Raises:
+      UserError: as `load`.
+    """
+    trained = load(spec, dtype)
+    if mesh is None:
+        return trained
+    return trained._replace(model=parallel.on_mesh(mesh, trained.model, parallel.SPLIT).merge())
+
+
+def load_alone(spec: str, dtype: str | None = None, mesh: Mesh | None = None) -> Trained:
     """Returns a model that runs by itself, such as a target.
 
     Raises:
       UserError: as `load_callable`, or the model is a draft without a tokenizer.
     """
-    trained = load_callable(spec, dtype)
+    trained = load_callable(spec, dtype, mesh)
     if isinstance(trained.tokenizer, VocabularyOf):
         raise UserError(f"{spec!r} drafts for its target only; give a model with a tokenizer")
     return trained
 
 
-def load_callable(spec: str, dtype: str | None = None) -> Trained:
+def load_callable(spec: str, dtype: str | None = None, mesh: Mesh | None = None) -> Trained:
     """Returns a model that can be called on tokens alone. It may lack a tokenizer.
 
     Raises:
       UserError: as `load`, or the model is a draft that sees a target's features.
     """
-    trained = load(spec, dtype)
+    trained = load(spec, dtype, mesh)
     if features_seen(trained.model):
         raise UserError(
             f"{spec!r} sees the features of a target, and can only draft for it; give a model that "

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models.base import Model, feature_layers, features_seen, features_shown
+from spectr_jax.utils import hosts
 from spectr_jax.utils.errors import UserError
 
 _STATIC = {"static": True}
@@ -135,11 +136,14 @@ def _check_protocol(model: Any) -> None:
 def digest(model: Model | Frozen | Trained) -> str:
     """Returns twelve hexadecimal digits of a hash of a model's arrays, shapes and dtypes.
 
+    If devices of several processes hold the arrays, every process must call it.
+
     Raises:
       UserError: as `freeze`.
     """
     content = hashlib.sha256()
     for leaf in map(jnp.asarray, freeze(model).leaves):
+        leaf = leaf if leaf.is_fully_addressable else jnp.asarray(hosts.fetch(leaf))
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         content.update(f"{array.shape} {array.dtype}".encode())

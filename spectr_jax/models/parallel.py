@@ -30,7 +30,7 @@ SPLIT = 2**28
 """A draft of fewer bytes is not split: reading it takes less time than its layers' all-reduces."""
 
 BY_OUTPUT, BY_INPUT = ("embed", "qkv", "gate_up", "up", "head"), ("out", "down")
-"""The modules whose arrays are split, by name."""
+"""The modules whose arrays are split, by name. Heads over fewer tokens have other modules."""
 
 
 class Place(NamedTuple):
@@ -98,7 +98,7 @@ def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
     axes: list[str | None]
     for name, leaf in leaves.items():
         module, axes, outputs = module_of(name), [None] * len(leaf.shape), outputs_of(name, leaves)
-        if module in BY_OUTPUT:
+        if module in BY_OUTPUT and not name.endswith("/tokens/value"):  # Of a `PartialHead`.
             axes[outputs] = sharding.MODEL
         elif module in BY_INPUT and name.endswith("/kernel/value"):
             axes[1 - outputs] = sharding.MODEL

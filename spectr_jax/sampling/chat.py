@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -98,8 +98,9 @@ def answer(
     models, method = (session.target_model, session.draft_model), session.method
     policy, draft_policy, new_tokens = session.policy, session.draft_policy, session.max_new_tokens
     stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
+    options: dict[str, Any] = {"observe": observe_call, "stop": stop, "mesh": session.mesh}
     steps = stream(
-        key, method, *models, prompt, new_tokens, policy, observe_call, draft_policy, stop=stop
+        key, method, *models, prompt, new_tokens, policy, draft_policy=draft_policy, **options
     )
     new: list[int] = []
     text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0

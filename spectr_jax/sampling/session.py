@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
 from spectr_jax.decoding.stopping import before, dropped_space, prepared
-from spectr_jax.loading.by_name import SMOLLM2, Trained, load
-from spectr_jax.loading.pairs import fitted, load_alone, load_pair
+from spectr_jax.loading.by_name import SMOLLM2, Trained
+from spectr_jax.loading.pairs import fitted, load_alone, load_draft, load_pair
+from spectr_jax.models import parallel
 from spectr_jax.models.frozen import Frozen, TooLong, check_context, freeze
 from spectr_jax.sampling.trace import Recorded, read_calls, recorder
 from spectr_jax.utils.errors import UserError
@@ -40,6 +42,7 @@ class Session(NamedTuple):
     draft_policy: Policy | None
     logprobs: bool = False
     stop: tuple[str, ...] = ()
+    mesh: Mesh | None = None
 
 
 class Token(NamedTuple):
@@ -77,6 +80,7 @@ def open_session(
     draft_policy: Policy | None = None,
     logprobs: bool = False,
     stop: tuple[str, ...] = (),
+    mesh: Mesh | None = None,
 ) -> Session:
     """Returns a session with loaded models. The draft is loaded only if the method needs one.
 
@@ -88,6 +92,7 @@ def open_session(
         `recycle` it is a table, by default `DEFAULT_TABLE` for SmolLM2.
       logprobs: whether `decode` returns log-probabilities of each token.
       stop: strings before which a continuation ends.
+      mesh: the devices that decode one sequence, as in `load`; None for one device.
 
     Raises:
       UserError: a model does not exist or has another vocabulary, the method needs a draft and
@@ -106,30 +111,33 @@ def open_session(
         problem = f"method {wanted.name!r} uses no draft model; leave it out"
         raise UserError(f"--draft={draft}: {problem}")
     if draft is not None:
-        loaded, (drafts,) = load_pair(target, (draft,), dtype)
+        loaded, (drafts,) = load_pair(target, (draft,), dtype, mesh)
         wanted.drafter_for(freeze(drafts)).check(freeze(loaded), freeze(drafts))
     elif not wanted.needs_draft:
-        loaded, drafts = load_alone(target, dtype), None
+        loaded, drafts = load_alone(target, dtype, mesh), None
     elif method and others:  # Before anything is loaded.
         raise missing
     else:
-        loaded = load_alone(target, dtype)
-        drafts = None if others else _default_draft(loaded, dtype)
+        loaded = load_alone(target, dtype, mesh)
+        drafts = None if others else _default_draft(loaded, dtype, mesh)
         if method and not drafts:
             raise missing
         wanted = wanted if drafts else get_method("baseline")
     prepared(stop, loaded.tokenizer, loaded.model.vocab_size)  # Raises before any long work.
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
+    if mesh is not None and frozen[1]:  # `generate` would place the draft's mask in every call.
+        frozen = frozen[0], parallel.on_mesh(mesh, frozen[1], parallel.SPLIT)
     return Session(
-        wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop
+        *(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop),
+        mesh=mesh,
     )
 
 
-def _default_draft(target: Trained, dtype: str | None) -> Trained | None:
+def _default_draft(target: Trained, dtype: str | None, mesh: Mesh | None) -> Trained | None:
     """Returns `DEFAULT_DRAFT`, or None if the target has another vocabulary."""
     try:
-        return fitted(load(DEFAULT_DRAFT, dtype), target)
+        return fitted(load_draft(DEFAULT_DRAFT, dtype, mesh), target)
     except UserError:
         return None
 
@@ -252,6 +260,7 @@ def _generate(
         *(key, method, *models, prompts, np.array([len(prompt)]), session.max_new_tokens),
         policy=policy,
         observe=observe,
+        mesh=session.mesh,
         draft_policy=session.draft_policy,
         logprobs=session.logprobs,
         stop=stop,

@@ -50,9 +50,11 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def config_hash(config: ml_collections.ConfigDict) -> str:
-    """Returns twelve hex digits that identify the config. They do not depend on `kind`, which
-    configs of older runs lack."""
+    """Returns twelve hex digits that identify the config. They do not depend on `kind`, nor on a
+    `model_parallel` of 1, which configs of older runs lack."""
     fields = {name: value for name, value in to_json(config).items() if name != "kind"}
+    if fields.get("model_parallel") == 1:
+        del fields["model_parallel"]
     return digest(json.dumps(fields, sort_keys=True).encode())[:12]
 
 

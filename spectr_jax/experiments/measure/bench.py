@@ -14,10 +14,17 @@ import tqdm
 
 from spectr_jax.decoding.generate import Generation, generate, lower
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.measure.measurement import Contender, Measurement, Prompts, policies_of
+from spectr_jax.experiments.measure.measurement import (
+    Contender,
+    Measurement,
+    Prompts,
+    mesh_of,
+    policies_of,
+)
 from spectr_jax.loading.by_name import Trained
+from spectr_jax.models import parallel
 from spectr_jax.models.frozen import freeze
-from spectr_jax.utils import backend, hosts, sharding
+from spectr_jax.utils import backend, hosts
 
 CORES_OF_A_PROGRAM = 4
 """Cores that XLA uses to compile one program for a CPU; 1 for an accelerator."""
@@ -73,10 +80,11 @@ class Bench(NamedTuple):
         """Returns `generate` or `lower` of a contender on all devices, as a function of a batch
         index."""
         config, prompts = self.config, self.prompts
-        mesh = sharding.make_mesh() if jax.device_count() > 1 else None
+        mesh = mesh_of(config)
         models = freeze(self.target), freeze(contender.draft) if contender.draft else None
-        if mesh is not None:
-            models = sharding.replicate(mesh, models)
+        if mesh is not None:  # Once for all batches.
+            draft = models[1] and parallel.on_mesh(mesh, models[1], least=parallel.SPLIT)
+            models = parallel.on_mesh(mesh, models[0]), draft
         policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
         options = {"draft_policy": draft_policy, "observe": contender.observe, "mesh": mesh}
 

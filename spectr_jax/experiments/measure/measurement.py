@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
+from jax.sharding import Mesh
 
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.tokenizer import PAD, AnyTokenizer
@@ -18,6 +19,7 @@ from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.models.frozen import check_context
+from spectr_jax.utils import sharding
 from spectr_jax.utils.config import check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest
@@ -76,6 +78,7 @@ def tokens_per_call(runs: Sequence[Measurement]) -> dict[str, Any]:
 def check_decoding(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` if a field of `decoding_config` has an invalid value."""
     check_positive(config, "prompt_tokens", "num_prompts", "batch_size", "max_new_tokens")
+    check_positive(config, "model_parallel")
     check_dtype(config.dtype)
     check_batch_size(config)
     policy, draft_policy = policies_of(config, -1)
@@ -84,12 +87,25 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
 
 
 def check_batch_size(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` unless each device gets the same number of rows."""
-    if config.batch_size % jax.device_count():
+    """Raises `UserError` unless each device, or group of `model_parallel`, gets as many rows."""
+    mesh = mesh_of(config)
+    groups = 1 if mesh is None else sharding.rows_of(mesh)
+    if config.batch_size % groups:
+        kind = "devices" if config.get("model_parallel", 1) == 1 else "groups of devices"
         raise UserError(
-            f"batch_size={config.batch_size}: must be a multiple of the {jax.device_count()} "
-            "devices; change it, or hide devices"
+            f"batch_size={config.batch_size}: must be a multiple of the {groups} {kind}; change "
+            "it, or hide devices"
         )
+
+
+def mesh_of(config: ml_collections.ConfigDict) -> Mesh | None:
+    """Returns the mesh of all devices on which a config decodes; None for one device.
+
+    Raises:
+      UserError: `model_parallel` does not divide the number of devices.
+    """
+    model = config.get("model_parallel", 1)
+    return sharding.make_mesh(model=model) if max(jax.device_count(), model) > 1 else None
 
 
 def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
@@ -146,7 +162,8 @@ def open_table(
       UserError: a model, the prompts or the workdir cannot be used.
     """
     check_table(config, workdir, name)
-    target, loaded = load_pair(config.target, drafts, config.dtype)
+    mesh = mesh_of(config) if config.model_parallel > 1 else None
+    target, loaded = load_pair(config.target, drafts, config.dtype, mesh)
     prompts = read_prompts(config, target.tokenizer)
     for trained in (target, *loaded):
         asked = f"prompt_tokens={config.prompt_tokens}, max_new_tokens={config.max_new_tokens}, BOS"

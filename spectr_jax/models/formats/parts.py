@@ -158,7 +158,7 @@ def check_memory(
     if free is not None and (needed := each * count) > free:
         where = f"{count} devices of this host" if count > 1 else "a device"
         raise UserError(
-            f"{source!r}: needs {needed / 1e9:.2f} GB on {where}, where {free / 1e9:.2f} GB are "
+            f"{source!r}: needs {needed / 1e9:.4g} GB on {where}, where {free / 1e9:.4g} GB are "
             "free; split it over more devices (model_parallel), or load it in int8"
         )
 
