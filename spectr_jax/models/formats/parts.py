@@ -67,7 +67,7 @@ def fill(
         if not int8 and jnp.issubdtype(leaf.dtype, jnp.floating):
             wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
     places = parallel.places(mesh, shape, laid, wanted) if mesh is not None else {}
-    check_memory(source, wanted, mesh, places)
+    check_memory(source, wanted, mesh, places, "" if int8 else ", or dtype='int8'")
     leaves: dict[str, jax.Array] = {}
     for name, array in arrays:
         leaves |= _placed(source, name, array, wanted, places)
@@ -86,29 +86,27 @@ def _placed(
     shape = array.shape[::-1] if turned else array.shape
     _check(source, name, shape, _published(wanted.get(kernel), places.get(kernel)))
 
+    # Both leaves of an int8 array share a read, and so do devices that hold the same rows.
+    @functools.cache
     def rows(start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns the leaves for these rows."""
+        """Returns the leaves for these rows of the array, in the order of the mesh."""
         read = in_order(array, order, start, stop)
         if not int8:
             check_finite(source, name, read)
-            return {kernel: read.T if turned else read}
+            return {kernel: np.asarray(read.T if turned else read, wanted[kernel].dtype)}
         with np.errstate(invalid="ignore"):  # The scale of a row that is not finite is not either.
             whole, scale = quantized(read.astype(np.float32, copy=False))
         check_finite(source, name, scale)
-        return {kernel: whole, f"{module}/scale/value": scale[:, 0]}
+        return {kernel: whole.astype(wanted[kernel].dtype), f"{module}/scale/value": scale[:, 0]}
 
-    if places:
-        # Both leaves of an int8 array, and the devices of several rows of the mesh, share a read.
-        cast = functools.cache(
-            lambda *ends: {
-                leaf: part.astype(wanted[leaf].dtype) for leaf, part in rows(*ends).items()
-            }
-        )
-        leaves = [kernel, f"{module}/scale/value"] if int8 else [kernel]
-        made = {leaf: _sharded(wanted[leaf].shape, places[leaf], cast, leaf) for leaf in leaves}
+    if not places:
+        made = {
+            leaf: jnp.asarray(part, wanted[leaf].dtype)
+            for leaf, part in rows(0, array.shape[0]).items()
+        }
     else:
-        read = rows(0, array.shape[0])
-        made = {leaf: jnp.asarray(part, wanted[leaf].dtype) for leaf, part in read.items()}
+        leaves = [kernel, f"{module}/scale/value"] if int8 else [kernel]
+        made = {leaf: _sharded(wanted[leaf].shape, places[leaf], rows, leaf) for leaf in leaves}
     # Otherwise arrays stay in memory until they are copied.
     return jax.block_until_ready(made)
 
@@ -137,7 +135,11 @@ def _sharded(
 
 
 def check_memory(
-    source: str, wanted: dict[str, Any], mesh: Mesh | None, places: dict[str, parallel.Place]
+    source: str,
+    wanted: dict[str, Any],
+    mesh: Mesh | None,
+    places: dict[str, parallel.Place],
+    remedy: str = "",
 ) -> None:
     """Raises `UserError` if the weights do not fit into the memory of this process's devices.
 
@@ -146,6 +148,7 @@ def check_memory(
       wanted: abstract arrays by name.
       mesh: None for the default device.
       places: of the arrays on the mesh.
+      remedy: what helps besides more devices.
     """
     each = 0
     for name, leaf in wanted.items():
@@ -159,7 +162,7 @@ def check_memory(
         where = f"{count} devices of this host" if count > 1 else "a device"
         raise UserError(
             f"{source!r}: needs {needed / 1e9:.4g} GB on {where}, where {free / 1e9:.4g} GB are "
-            "free; split it over more devices (model_parallel), or load it in int8"
+            f"free; use more devices (a larger mesh, or --model_parallel){remedy}"
         )
 
 

@@ -119,10 +119,10 @@ for kind, read in readers.items():
 if not flags:
     found["tokens"] = []
     spec, prompts = f"hf:{folder / 'qwen3'}", np.arange(1, 25).reshape(4, 6)
-    lengths, method = np.array([6, 4, 5, 1]), get_method("lookup")
-    for given, dtype, model in ((spec, "float32", 8), ("6m", "int8", 4), ("random:draft_6m", "float32", 2)):
+    lengths, method = np.array([6, 4, 5, 1]), get_method("baseline")
+    assert load("random:draft_6m", "bfloat16", sharding.make_mesh(model=4)).model.config.shards == 4
+    for given, dtype, model in ((spec, "float32", 8), ("6m", "int8", 4)):
         mesh = sharding.make_mesh(model=model)
-        assert load(given, dtype, mesh).model.config.shards == model
         models = [(None, load(given, dtype)), (mesh, load(given, dtype, mesh))]
         for policy in (Policy(), Policy(0.0)):
             rest = None, prompts, lengths, 8, policy
@@ -258,7 +258,7 @@ def test_each_device_holds_its_share(one, kind, devices):
 
 def test_logits_and_tokens_are_those_of_one_device(one):
     assert len(one["logits"]) == 6 and max(one["logits"].values()) < 1e-5
-    assert len(one["tokens"]) == 6
+    assert len(one["tokens"]) == 4
     for whole, split in one["tokens"]:
         assert whole == split
 
@@ -316,7 +316,7 @@ def test_too_little_memory_is_reported_before_anything_is_read(
     else:
         monkeypatch.setattr(memory, "free_of", lambda devices: 102_400)
     numbers = (
-        rf"needs {needed / 1e9:.4g} GB on a device, where 0.0001024 GB are free; split it over"
+        rf"needs {needed / 1e9:.4g} GB on a device, where 0.0001024 GB are free; use more devices"
     )
     for given in (None, mesh):
         with pytest.raises(UserError, match=numbers):
