@@ -170,7 +170,7 @@ def _mesh():
 
     wanted, count = _MODEL_PARALLEL.value, jax.device_count()
     if wanted > count:
-        problem = f"JAX finds {count} devices; give at most {count}"
+        problem = f"JAX finds {count} device{'s' * (count > 1)}; give at most {count}"
         raise UserError(f"--model_parallel={wanted}: {problem}")
     devices = jax.devices()[:wanted]
     return None if wanted == 1 else sharding.make_mesh(model=wanted, devices=devices)

@@ -170,7 +170,8 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
     from spectr_jax.models.formats.checkpoint import Checkpoints
-    from spectr_jax.models.weights import check_finite, named_leaves
+    from spectr_jax.models.leaves import named_leaves
+    from spectr_jax.models.weights import check_finite
 
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")

@@ -22,7 +22,7 @@ from jaxtyping import Int
 
 from spectr_jax.models.base import Decoder
 from spectr_jax.models.frozen import Frozen, freeze
-from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
@@ -93,7 +93,7 @@ def order(config: Any, wanted: Any, module: str) -> Int[np.ndarray, " outputs"] 
 
 
 def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
-    """Returns how the arrays of a decoder are split, by the names of `weights.named_leaves`."""
+    """Returns how the arrays of a decoder are split, by the names of `leaves.named_leaves`."""
     found = {}
     axes: list[str | None]
     for name, leaf in leaves.items():
@@ -113,7 +113,7 @@ def outputs_of(name: str, leaves: dict[str, Any]) -> int:
 
 
 def places(mesh: Mesh, config: Any, wanted: Any, leaves: dict[str, Any]) -> dict[str, Place]:
-    """Returns where the arrays of a decoder lie on a mesh, by the names of `weights.named_leaves`.
+    """Returns where the arrays of a decoder lie on a mesh, by the names of `leaves.named_leaves`.
 
     Args:
       mesh: from `sharding.make_mesh`.

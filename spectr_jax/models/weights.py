@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from spectr_jax.models import bigram, llama, transformer
 from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.formats.tensors import Unread, places_of, unread
+from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -249,19 +250,6 @@ def check_finite(source: str, name: str, array: np.ndarray | jax.Array) -> None:
             raise UserError(
                 f"{source!r}: {name} has values that are not finite; fetch or train the model again"
             )
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns {path: leaf} of a pytree, with paths such as `blocks/0/qkv/kernel`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
-    """Returns the inverse of `named_leaves`, for a tree of the structure of `like`."""
-    return jax.tree.unflatten(
-        jax.tree.structure(like), [leaves[path] for path in named_leaves(like)]
-    )
 
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -27,6 +27,7 @@ from spectr_jax.loading.by_name import Trained, load, shape_name
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
+from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -244,6 +245,18 @@ def test_unusable_journals_are_refused_and_kept(toy, tmp_path, content, message)
     with pytest.raises(UserError, match=message):
         run(_config(toy.folder), tmp_path)
     assert path.read_text() == content
+
+
+def test_tables_of_configs_without_model_parallel_are_recognised():
+    """Configs of older versions lack the field."""
+    config = eval_config()
+    current = config_hash(config)
+    with config.unlocked():
+        del config.model_parallel
+    assert config_hash(config) == current
+    changed = eval_config()
+    changed.model_parallel = 2
+    assert config_hash(changed) != current
 
 
 @pytest.mark.slow

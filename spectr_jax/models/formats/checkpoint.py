@@ -17,7 +17,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from spectr_jax.models.formats.runs import BITS
-from spectr_jax.models.weights import named_leaves, with_leaves
+from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.utils import hosts
 from spectr_jax.utils.errors import UserError, first_line
 

@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
 from spectr_jax.models.formats.tensors import Unread, in_order, joined
+from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import check_finite, named_leaves, with_leaves
+from spectr_jax.models.weights import check_finite
 from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
