@@ -166,14 +166,15 @@ def _mesh():
     import jax
 
     from spectr_jax.utils import sharding
-    from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.errors import UserError, check_device
 
-    wanted, count = _MODEL_PARALLEL.value, jax.device_count()
-    if wanted > count:
+    if (wanted := _MODEL_PARALLEL.value) == 1:
+        return None
+    check_device()
+    if wanted > (count := jax.device_count()):
         problem = f"JAX finds {count} device{'s' * (count > 1)}; give at most {count}"
         raise UserError(f"--model_parallel={wanted}: {problem}")
-    devices = jax.devices()[:wanted]
-    return None if wanted == 1 else sharding.make_mesh(model=wanted, devices=devices)
+    return sharding.make_mesh(model=wanted, devices=jax.devices()[:wanted])
 
 
 def _method():

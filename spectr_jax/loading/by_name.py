@@ -72,10 +72,10 @@ def load(
         float32 on a CPU, where weights are stored in bfloat16 if that is exact, so that a call on
         a few tokens reads half the bytes.
       mesh: from `sharding.make_mesh`, for `generate` with the same mesh. The weights of a decoder
-        are split over its axis `model` (`models.parallel`); those of other models, and of drafts
-        with heads of their own, are replicated. hf: folders, GGUF files and .safetensors files are
-        read one array at a time, so that neither the host nor a device ever holds a whole model.
-        Other models are split after they are loaded. None for one device.
+        are split over its axis `model` (`models.parallel`); other models are replicated. hf:
+        folders, GGUF files and .safetensors files are read one array at a time, so that neither the
+        host nor a device ever holds a whole model. The rest is placed after it is loaded. None for
+        one device.
 
     Raises:
       UserError: the model does not exist, is damaged, or was trained with another tokenizer; the

@@ -114,10 +114,11 @@ def _placed(
 
 def _published(leaf: Any, place: parallel.Place | None) -> tuple[int, ...] | None:
     """Returns the shape of a leaf before it is laid out for a mesh; None if there is no leaf."""
-    if leaf is None or place is None or place.order is None:
-        return leaf and tuple(leaf.shape)
+    if leaf is None:
+        return None
     shape = list(leaf.shape)
-    shape[place.outputs] = int(place.order.max()) + 1  # The order may repeat heads.
+    if place is not None and place.order is not None:
+        shape[place.outputs] = int(place.order.max()) + 1  # The order may repeat heads.
     return tuple(shape)
 
 
@@ -156,6 +157,8 @@ def check_memory(
         shape = places[name].sharding.shard_shape(leaf.shape) if places else leaf.shape
         each += math.prod(shape) * leaf.dtype.itemsize
     devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    if not devices:  # Of this process.
+        return
     free, count = memory.free_of(devices), 1
     if free is None and devices[0].platform == "cpu":
         free, count = memory.free_on_host(), len(devices)
