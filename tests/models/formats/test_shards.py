@@ -56,6 +56,7 @@ from spectr_jax.models.formats.hf_llama import load_llama
 from spectr_jax.models.frozen import digest, freeze
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.weights import load_weights, named_leaves
+from spectr_jax.sampling import session
 from spectr_jax.utils.errors import UserError
 
 def ours(name):
@@ -128,6 +129,10 @@ if not flags:
             rest = None, prompts, lengths, 8, policy
             runs = [generate(jax.random.key(0), method, model, *rest, mesh=where) for where, model in models]
             found["tokens"].append([np.asarray(run.tokens).tolist() for run in runs])
+    opened = session.open_session(None, "6m", "2m", "float32", 6, Policy(), mesh=mesh)
+    models = opened.target_model, opened.draft_model
+    found["session"] = [parallel.on_mesh(mesh, each) is each for each in models]
+    found["session"] += [each.merge().config.shards for each in models]
     found["refused"] = {}
     three = sharding.make_mesh(model=3, devices=jax.devices()[:3])
     for label, mesh in {"flat": jax.make_mesh((8,), ("model",)), "three": three, "one": 1}.items():
@@ -261,6 +266,11 @@ def test_logits_and_tokens_are_those_of_one_device(one):
     assert len(one["tokens"]) == 4
     for whole, split in one["tokens"]:
         assert whole == split
+
+
+def test_a_session_places_its_models_once(one):
+    """The target is split over four devices, and the small draft is on each of them."""
+    assert one["session"] == [True, True, 4, 1]
 
 
 def test_replicas_share_a_read(one):
