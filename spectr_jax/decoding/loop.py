@@ -80,7 +80,9 @@ def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = Fal
     """
     tree, drafter, (B, T) = setup.tree, setup.drafter, prompts.tokens.shape
     capacity, shown = T + room + tree.size, drafter.layers_shown(setup.draft)
-    cache, features = run_on_prompts(setup.target, *prompts, capacity, layers_shown=shown)
+    cache, features = run_on_prompts(
+        setup.target, *prompts, capacity, layers_shown=shown, piece=setup.prompt_piece
+    )
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, room + tree.height + 1)))
     none_yet = jnp.zeros(tokens.shape, jnp.float32)
     return Loop(
@@ -186,6 +188,7 @@ def _scored_tree(
         tokens=drafts.tokens[:, : tree.size + 1],
         p=drafts.p,
         logits=logits_BxNxV,
+        rows=len(logits_BxNxV),
     )
 
 

@@ -31,6 +31,7 @@ class ScoredTree:
       p: [I, V] draft distributions at the inner nodes; [0, V] if the drafter does not draw: its
         drafts then have probability 1 each.
       logits: [N + 1, V] of the target at each node, after the policy's `process`.
+      rows: static; the number of sequences that are verified together on a device.
     """
 
     tree: Tree = dataclasses.field(metadata={"static": True})
@@ -39,6 +40,7 @@ class ScoredTree:
     tokens: Int[Array, "*batch nodes"]
     p: Float[Array, "*batch inner vocab"]
     logits: Float[Array, "*batch nodes vocab"]
+    rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def vocab_size(self) -> int:
