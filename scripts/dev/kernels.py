@@ -77,12 +77,6 @@ class _Operation:
         several = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         return single + (re.findall(r"%?([\w.-]+)", several[1]) if several else [])
 
-    @property
-    def trips(self) -> int | None:
-        """Returns the number of iterations of a loop, or None if it is unknown."""
-        known = re.search(r'known_trip_count":\{"n":"(\d+)"', self.line)
-        return int(known[1]) if known else None
-
 
 def count(hlo: str, phases: tuple[str, ...]) -> Counts:
     """Returns the counts of one iteration of the outermost loop of unknown length; 0 without one.
@@ -94,7 +88,11 @@ def count(hlo: str, phases: tuple[str, ...]) -> Counts:
     computations = dict(_computations(hlo))
     entry = next(name for name in computations if name.startswith("ENTRY"))
     operations = [each for name in _reached(computations, entry) for each in computations[name]]
-    bodies = [each.calls[1] for each in operations if each.kind == "while" and each.trips is None]
+    bodies = [
+        each.calls[1]
+        for each in operations
+        if each.kind == "while" and _trips(computations, each) is None
+    ]
     counts = [_count(computations, body, phases) for body in bodies]
     return max(counts, key=lambda each: each.kernels.total(), default=Counts.none())
 
@@ -134,11 +132,28 @@ def _count(computations: dict[str, list[_Operation]], name: str, phases: tuple[s
         called = [_count(computations, callee, phases) for callee in each.calls]
         if each.kind == "conditional":
             called = [max(called, key=lambda branch: branch.kernels.total())]
+        trips = _trips(computations, each)
         for counts in called:
-            total.add(counts, each.trips or 1)
-        if each.kind != "call" and each.trips is None:
+            total.add(counts, trips or 1)
+        if each.kind != "call" and trips is None:
             total.stops[phase] += 1
     return total
+
+
+def _trips(computations: dict[str, list[_Operation]], each: _Operation) -> int | None:
+    """Returns the number of iterations of a loop, or None if it is unknown.
+
+    Compilers for TPUs leave only a condition that compares a counter with a constant.
+    """
+    if each.kind != "while":
+        return None
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', each.line):
+        return int(known[1])
+    condition = computations[each.calls[0]]
+    lines = "".join(step.line for step in condition)
+    bounds = re.findall(r" constant\((\d+)\)", lines)
+    simple = {step.kind for step in condition} <= FREE | {"compare"} and "direction=LT" in lines
+    return int(bounds[0]) if simple and len(bounds) == 1 else None
 
 
 def _collectives(
