@@ -157,7 +157,12 @@ def markdown(result: dict[str, Any]) -> str:
     return report.page(
         f"Large targets, compiled for {result['device']}, without one",
         report.markdown_table(HEADER, lines),
-        [*NOTES, CARDS[result["name"]].note, *checks(result["rows"]), report.provenance_line(result)],
+        [
+            *NOTES,
+            CARDS[result["name"]].note,
+            *checks(result["rows"]),
+            report.provenance_line(result),
+        ],
     )
 
 

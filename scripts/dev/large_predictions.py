@@ -28,8 +28,8 @@ class Card(NamedTuple):
             f"cache once at {self.bandwidth / 1e9:,.0f} GB/s. All logits are written and read once. "
             f"A kernel takes {self.launch * 1e6:.1f} us more. A collective takes "
             f"{self.latency * 1e6:.0f} us, and its bytes at {self.link / 1e9:.0f} GB/s (twice for "
-            "an all-reduce). Nothing overlaps. Host stops take no time, and attention none beside "
-            "reading the cache."
+            "an all-reduce). Nothing overlaps. Host stops take no time, and attention takes only that "
+            "of reading the cache."
         )
 
 
@@ -68,9 +68,12 @@ def _run_seconds(program: Program, config: LlamaConfig, width: int, card: Card) 
     rows = 0 if config.tied else config.vocab_size * config.width // config.shards
     itemsize = jnp.dtype(config.dtype).itemsize
     read -= rows * itemsize
-    products = config.layers * (
-        (2 * config.heads + 2 * config.kv_heads) * config.head_width + 3 * config.mlp
-    ) * config.width + config.vocab_size * config.width
+    products = (
+        config.layers
+        * ((2 * config.heads + 2 * config.kv_heads) * config.head_width + 3 * config.mlp)
+        * config.width
+        + config.vocab_size * config.width
+    )
     flops = 2 * products * program.sequences * width / config.shards
     memory = (read + cache_bytes(config, program)) / card.bandwidth
     return max(memory, flops / card.flops)

@@ -114,7 +114,8 @@ def programs(device: str) -> Iterator[Program]:
 def _laid_out(config: LlamaConfig, program: Program, is_target: bool) -> LlamaConfig:
     if program.devices == 1:
         return config
-    if not is_target and sum(map(_size, _arrays(config, program.dtype)[0].values())) < SPLIT:
+    whole = weight_bytes(config, program.dtype)
+    if not is_target and whole < parallel.SPLIT:
         return config
     try:
         return parallel.laid_out(config, program.devices)
@@ -122,9 +123,6 @@ def _laid_out(config: LlamaConfig, program: Program, is_target: bool) -> LlamaCo
         if is_target:
             raise
         return config  # `generate` refuses this draft, unless it is replicated beforehand.
-
-
-SPLIT = getattr(parallel, "SPLIT", 0)
 
 
 @functools.lru_cache
@@ -144,15 +142,10 @@ def _dtype(config: LlamaConfig, leaf: Any) -> Any:
     return jnp.dtype(config.dtype if halved else leaf.dtype)
 
 
-def _size(leaf: Any) -> int:
-    """Returns the bytes of a matrix in bfloat16, or of another array in its own dtype."""
-    return math.prod(leaf.shape) * (2 if len(leaf.shape) > 1 else leaf.dtype.itemsize)
-
-
 def weights(config: LlamaConfig, dtype: str, mesh: Mesh) -> Frozen:
     """Returns a model without the values of its weights, on all devices or split over them."""
     leaves, graphdef, state = _arrays(config, dtype)
-    split = getattr(config, "shards", 1) > 1
+    split = config.shards > 1
     places = parallel.specs(leaves) if split else dict.fromkeys(leaves, PartitionSpec())
     arrays = {
         name: jax.ShapeDtypeStruct(
@@ -178,7 +171,9 @@ def weight_bytes(config: LlamaConfig, dtype: str) -> int:
 def cache_bytes(config: LlamaConfig, program: Program) -> int:
     """Returns the bytes of a model's cache on one device."""
     slots = program.prompt + NEW_TOKENS + program.decoder().tree.size
-    row = 2 * config.kv_heads // config.shards * config.head_width * jnp.dtype(config.dtype).itemsize
+    row = (
+        2 * config.kv_heads // config.shards * config.head_width * jnp.dtype(config.dtype).itemsize
+    )
     return program.sequences * slots * row * config.layers
 
 
