@@ -78,17 +78,16 @@ def measured(program: Program, places: list[jax.Device]) -> dict[str, Any]:
 def extrapolated(program: Program, few: dict, more: dict) -> dict[str, float]:
     """Returns counts by phase with all layers, from those with `FEW` and `MORE` layers.
 
-    Only layers of the draft run in the phase `draft`, and of the target in `score`; other phases
-    have the same operations for a layer of either model.
+    Only layers of the draft run in the phase `draft`, and of the target in `score`. In `commit`, a
+    layer of either model has the same operations. Kernels that the compiler adds are outside all
+    phases, and most of them are for the draft, which runs several times.
     """
     depths = [config.layers for config in program.configs()]
-    of_phase = {"draft": depths[-1], "score": depths[0], "select": FEW}
-    mean = sum(depths) / len(depths)
+    of_phase = {"draft": depths[-1], "score": depths[0], "select": FEW, "": depths[-1]}
+    of_phase["commit"] = sum(depths) / len(depths)
     return {
         phase: few.get(phase, 0)
-        + (more.get(phase, 0) - few.get(phase, 0))
-        * (of_phase.get(phase, mean) - FEW)
-        / (MORE - FEW)
+        + (more.get(phase, 0) - few.get(phase, 0)) * (of_phase[phase] - FEW) / (MORE - FEW)
         for phase in (*PHASES, "")
     }
 
