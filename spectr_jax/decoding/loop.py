@@ -3,6 +3,7 @@
 Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from spectr_jax.decoding.verifiers.base import Selection, for_each_row
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.transport.types import BoolScalar
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 SPARE = np.uint32(2**32 - 1)
 """Folded into the key of a call for the random numbers of `observe`."""
@@ -168,6 +169,7 @@ def score_and_select(
         process = setup.policy.process
         logits = processing.processed(process, tree, nodes, raw, tokens, *loop.sequences)
         scored = _scored_tree(loop, setup, drafts, tree, logits)
+        scored = dataclasses.replace(scored, tokens=sharding.whole(scored.tokens))
         chosen = for_each_row(scored, ~loop.done, setup.verifier, keys_B, scored)
     return Selected(
         logits=logits,

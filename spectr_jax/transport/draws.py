@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spectr_jax.transport.types import Key, Probs, Scalar
+from spectr_jax.utils import sharding
 
 WIDTH = 64
 """The largest number of candidates in a race of `draw`. Devices of a mesh's axis `model` divide it."""
@@ -54,10 +55,11 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
                 candidates = jnp.where(places < length, found, 0)
             else:
                 candidates = stage.reshape(-1, width)[index]
+            candidates = sharding.whole(candidates)
             index = row * length + block * width + _first(candidates, clock)
         return index
 
-    clocks = -jnp.log1p(-uniform(key, (*shape, words)))
+    clocks = sharding.whole(-jnp.log1p(-uniform(key, (*shape, words))))
     return jax.vmap(draw_one)(clocks.reshape(-1, words)).reshape(shape)
 
 

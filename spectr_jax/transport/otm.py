@@ -47,7 +47,7 @@ from spectr_jax.transport.base import product
 from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 SORTED = 256
 """Largest vocabulary that `select` sorts. Tokens of exactly equal ratio then share a cell."""
@@ -260,7 +260,8 @@ def _masses(
         return jnp.pad(x, (0, -len(x) % parts)).reshape(parts, -1)
 
     of_part = functools.partial(_masses_by_products if backend.on_tpu() else _added_masses, count)
-    masses = jnp.sum(jax.vmap(of_part)(parted(p), parted(q), parted(of_token)), axis=0)
+    of_parts = jax.vmap(of_part)(parted(p), parted(q), parted(of_token))
+    masses = sharding.whole(jnp.sum(of_parts, axis=0))
     total = jnp.sum(masses, axis=1, keepdims=True)
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
 

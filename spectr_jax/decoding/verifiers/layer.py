@@ -50,6 +50,7 @@ from spectr_jax.transport import otm, rules
 from spectr_jax.transport.base import or_else
 from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
+from spectr_jax.utils import sharding
 
 COMPETITIONS = 64
 """The default number of competitions per layer."""
@@ -155,7 +156,7 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         won_D = jnp.maximum(budget * g[tokens_D], jnp.finfo(g.dtype).tiny)
         ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / won_D, 0)
         residual = base.residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
-        return _Node(contest=contest, ratio=ratio_D, residual=residual)
+        return sharding.whole(_Node(contest=contest, ratio=ratio_D, residual=residual))
 
     def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
         return jnp.any((carry[1].score > 0) & (depths == carry[0]))

@@ -81,8 +81,12 @@ class TokenByToken(Verifier):
             scored, tree.height, lambda walk: walk.alive, lambda walk: chosen_at(walk.node), start
         )
 
+        # As words: JAX's check of key reuse refuses keys in a conditional under vmap.
+        words, kind = jax.random.key_data(key_at(end.node)), jax.random.key_impl(key)
+
         def bonus() -> IntScalar:
-            return self.plan.bonus(key_at(end.node), normalised(scored.q(end.node)))
+            q = normalised(scored.q(end.node))
+            return self.plan.bonus(jax.random.wrap_key_data(words, impl=kind), q)
 
         token = base.if_wanted(scored, end.bonus, bonus, end.token)
         return base.ending_at(scored, end.node, token, base.counts(scored, below))
