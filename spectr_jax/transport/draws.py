@@ -47,9 +47,10 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
         for stage, length, width, clock in zip(
             sums, lengths, widths, jnp.split(clocks, ends), strict=True
         ):
-            # A row of `length` candidates is in blocks of `width`; its last may be shorter.
+            # A row of `length` candidates is in blocks of `width`. The last row may be
+            # shorter, and the last block of each.
             row, block = index // -(-length // width), index % -(-length // width)
-            if length % width:
+            if length % width or len(stage) % width:
                 places = block * width + jnp.arange(width)
                 found = stage.at[row * length + places].get(mode="fill", fill_value=0)
                 candidates = jnp.where(places < length, found, 0)
