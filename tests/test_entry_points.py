@@ -54,13 +54,13 @@ PROGRAMS = {  # The flag of the folder that each program writes to, then its oth
     "spectr_jax.sample": ("", "--prompt=x"),
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
+    "scripts/dev/compile_large.py": ("workdir",),
     "scripts/train_ladder.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
 }
-(TRAIN, EVAL, PACK, LABEL, TABULATE, EXPORT, SAMPLE, LM1B, COMPILE, LADDER, OUTPUTS, LLAMA_CPP) = (
-    PROGRAMS
-)
+TRAIN, EVAL, PACK, LABEL, TABULATE, EXPORT, SAMPLE, LM1B, *SCRIPTS = PROGRAMS
+COMPILE, COMPILE_LARGE, LADDER, OUTPUTS, LLAMA_CPP = SCRIPTS
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil", "figures")
 TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
     f"--config=configs/{name}.py" for name in EXPERIMENTS
@@ -350,6 +350,7 @@ CASES = [
     (EXPORT, "--part_mb=-1", "flag --part_mb=-1"),
     (LLAMA_CPP, "--rounds=0", "flag --rounds=0"),
     (LM1B, "--manual_dir=/nowhere", "--manual_dir=/nowhere is not a folder"),
+    (COMPILE_LARGE, "--device=v9", "unknown --device 'v9'; known: h100, v5e"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
     (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),

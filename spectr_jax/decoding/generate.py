@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
@@ -20,15 +20,8 @@ from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, add_observed, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, PolicyRows
-from spectr_jax.decoding.request import (
-    AnyModel,
-    Observe,
-    Request,
-    checked,
-    request_of,
-    sequence_keys,
-)
+from spectr_jax.decoding.policy import Policy
+from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, on_mesh, request_of
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -74,6 +67,7 @@ def generate(
     draft_policy: Policy | None = None,
     logprobs: bool = False,
     stop: StopSpec = None,
+    prompt_piece: int | None = None,
 ) -> Generation:
     """Continues prompts with sequences that follow the target's distribution.
 
@@ -97,21 +91,29 @@ def generate(
       policy: how logits become probabilities, and the EOS; temperature 1 by default.
       observe: a function of one `Call`, for one sequence; its output arrays are summed over calls.
         Static: pass the same function object each time.
-      mesh: from `sharding.make_mesh`; spreads the sequences over its devices, each with a copy of
-        the models (`sharding.replicate` them once before many calls). B must be a multiple of the
-        number of devices. The sequences are the same without a mesh. In a run of several processes,
-        all pass the same arguments.
+      mesh: from `sharding.make_mesh`. The sequences are spread over its rows of devices, so B must
+        be a multiple of their number. With `make_mesh(model=N)` each row of N devices shares one
+        copy of the weights, if the target is a decoder of this package (`models.parallel`); a
+        smaller draft is copied to each device. Other models are copied too, unless their arrays
+        lie on the mesh already. Place models once before many calls: with `load(..., mesh=mesh)`
+        or `parallel.on_mesh`. The sequences follow the same distribution without a mesh, and are
+        the same up to rounding. In a run of several processes all pass the same arguments, and get
+        arrays of the whole mesh: `utils.hosts.fetch` returns them as NumPy arrays in each process.
       draft_policy: the policy of the draft model, without its EOS; `policy` by default. The outputs
         are exact with any draft policy.
       logprobs: static; whether to return the log-probabilities of the emitted tokens.
       stop: a string, several strings, or several token sequences. A sequence ends with the token
         that completes the first of them in the continuation (`stopping.before` cuts the string
         there). Strings need a target that `load` returned.
+      prompt_piece: static; the models run on at most this many tokens of each prompt at once. Longer
+        pieces read the weights less often and take more memory. None for 64 on a CPU, and on an
+        accelerator for 1,024, or fewer if there are many prompts.
 
     Raises:
       UserError: an argument is out of range, or does not fit the others.
     """
     options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": stop}
+    options["prompt_piece"] = prompt_piece
     rows = prompts, prompt_lengths, max_new_tokens, policy
     request = checked(key, method, target, draft, *rows, draft_policy=draft_policy, **options)
     return _generate(request)
@@ -124,25 +126,8 @@ def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
 
 @jax.jit
 def _generate(request: Request) -> Generation:
-    """Returns the output of `_decode`; with a mesh, each device decodes its share."""
-    if request.mesh is None:
-        return _decode(request)
-    copies: Any = PartitionSpec()
-    rows: Any = sharding.ROWS
-    policy = PolicyRows(shaping=rows, eos=rows, process=copies)
-    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), copies)
-    specs |= dict.fromkeys(("keys", "prompts", "limits"), rows)
-    request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
-    share = dataclasses.replace(request, policy=policy, draft_policy=policy, **specs)
-    # The compiler divides the work over the axis `model`.
-    return jax.shard_map(
-        _decode,
-        mesh=request.mesh,
-        in_specs=(share,),
-        out_specs=rows,
-        axis_names={"data", "fsdp"},
-        check_vma=False,
-    )(request)
+    """Returns the output of `_decode`."""
+    return on_mesh(_decode, request)
 
 
 def decode(
@@ -158,6 +143,8 @@ def decode(
     draft_policy: Policy | None = None,
     logprobs: bool = False,
     stop: Stop | None = None,
+    mesh: Mesh | None = None,
+    prompt_piece: int | None = None,
 ) -> Generation:
     """Returns the output of `generate`, as a pure function for your own `jax.jit`.
 
@@ -178,14 +165,17 @@ def decode(
       max_new_tokens: static; the longest prompt and this must fit the target's context.
       policy: its numbers may be traced, like those of `draft_policy`.
       stop: from `stopping.prepared`; traced.
+      mesh: static; the models lie on it already (`parallel.on_mesh`).
 
     Returns:
       The output of `generate` for the same key and prompts; tokens are [B, T + max_new_tokens].
     """
     sequences = Sequences(tokens=prompts, lengths=prompt_lengths)
     rows = sequences, max_new_tokens, max_new_tokens
-    options: Any = {"observe": observe, "logprobs": logprobs, "stop": stop}
-    return _decode(request_of(key, method, target, draft, *rows, policy, draft_policy, **options))
+    options: Any = {"observe": observe, "logprobs": logprobs, "stop": stop, "mesh": mesh}
+    options["prompt_piece"] = prompt_piece
+    request = request_of(key, method, target, draft, *rows, policy, draft_policy, **options)
+    return on_mesh(_decode, request)
 
 
 def _decode(request: Request) -> Generation:

@@ -3,6 +3,7 @@
 Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from spectr_jax.decoding.verifiers.base import Selection, for_each_row
 from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.cache import Cache, keep
 from spectr_jax.transport.types import BoolScalar
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 SPARE = np.uint32(2**32 - 1)
 """Folded into the key of a call for the random numbers of `observe`."""
@@ -80,7 +81,9 @@ def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = Fal
     """
     tree, drafter, (B, T) = setup.tree, setup.drafter, prompts.tokens.shape
     capacity, shown = T + room + tree.size, drafter.layers_shown(setup.draft)
-    cache, features = run_on_prompts(setup.target, *prompts, capacity, layers_shown=shown)
+    cache, features = run_on_prompts(
+        setup.target, *prompts, capacity, layers_shown=shown, piece=setup.prompt_piece
+    )
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, room + tree.height + 1)))
     none_yet = jnp.zeros(tokens.shape, jnp.float32)
     return Loop(
@@ -166,6 +169,7 @@ def score_and_select(
         process = setup.policy.process
         logits = processing.processed(process, tree, nodes, raw, tokens, *loop.sequences)
         scored = _scored_tree(loop, setup, drafts, tree, logits)
+        scored = dataclasses.replace(scored, tokens=sharding.whole(scored.tokens))
         chosen = for_each_row(scored, ~loop.done, setup.verifier, keys_B, scored)
     return Selected(
         logits=logits,
@@ -186,6 +190,7 @@ def _scored_tree(
         tokens=drafts.tokens[:, : tree.size + 1],
         p=drafts.p,
         logits=logits_BxNxV,
+        rows=len(logits_BxNxV),
     )
 
 

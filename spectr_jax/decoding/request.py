@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, PRNGKeyArray
 
@@ -23,6 +23,7 @@ from spectr_jax.models.frozen import Frozen, Trained, check_context, freeze
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
+Result = TypeVar("Result")
 AnyModel: TypeAlias = Model | Frozen | Trained
 Observe: TypeAlias = Callable[[Call], Any]
 Tokens: TypeAlias = ArrayLike | Sequence[Sequence[int]]
@@ -61,6 +62,7 @@ class Request:
     mesh: Mesh | None = dataclasses.field(default=None, metadata=STATIC)
     logprobs: bool = dataclasses.field(default=False, metadata=STATIC)
     stop: Stop | None = None
+    prompt_piece: int | None = dataclasses.field(default=None, metadata=STATIC)
 
     def setup(self) -> Setup:
         """Returns what stays the same during the generation; the models are merged."""
@@ -75,6 +77,7 @@ class Request:
             policy=self.policy,
             draft_policy=self.draft_policy,
             stop=self.stop,
+            prompt_piece=self.prompt_piece,
         )
 
 
@@ -120,6 +123,7 @@ def checked(
     draft_policy: Policy | None = None,
     logprobs: bool = False,
     stop: StopSpec = None,
+    prompt_piece: int | None = None,
     *,
     bucket: int = BUCKET,
 ) -> Request:
@@ -134,6 +138,8 @@ def checked(
         raise UserError(f"observe={observe!r}: must be a hashable function of one Call, or None")
     if not isinstance(logprobs, bool):
         raise UserError(f"logprobs={logprobs!r}: must be True or False")
+    if prompt_piece is not None:
+        check_positive(prompt_piece=prompt_piece)
     tokens: Any = whole_numbers("prompts", prompts)
     lengths: Any = whole_numbers("prompt_lengths", prompt_lengths)
     drafted = method.takes_draft and draft is not None
@@ -154,8 +160,34 @@ def checked(
     padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
     room = -(-max_new_tokens // BUCKET) * BUCKET
     options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": automaton}
+    options["prompt_piece"] = prompt_piece
     rows = Sequences(tokens=padded, lengths=lengths), max_new_tokens, room
     return request_of(key, method, models[0], models[1], *rows, policy, draft_policy, **options)
+
+
+def on_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
+    """Returns `function(request, *state)`; with a mesh, each row of devices takes its sequences.
+
+    All arrays of `state` and of the result have a leading dimension for the sequences. The compiler
+    divides the work of a row over its devices, along the axis `model`.
+    """
+    if request.mesh is None:
+        return function(request, *state)
+    copies: Any = PartitionSpec()
+    rows: Any = sharding.ROWS
+    policy = PolicyRows(shaping=rows, eos=rows, process=copies)
+    specs: dict[str, Any] = dict.fromkeys(("target", "draft", "stop"), copies)
+    specs |= dict.fromkeys(("keys", "prompts", "limits"), rows)
+    request = dataclasses.replace(request, keys=sequence_keys(request.keys, len(request.limits)))
+    share = dataclasses.replace(request, policy=policy, draft_policy=policy, **specs)
+    return jax.shard_map(
+        function,
+        mesh=request.mesh,
+        in_specs=(share, *[rows] * len(state)),
+        out_specs=rows,
+        axis_names=set(sharding.AXES) - {sharding.MODEL},
+        check_vma=False,
+    )(request, *state)
 
 
 def whole_numbers(name: str, values: Any) -> Int[np.ndarray, "..."]:

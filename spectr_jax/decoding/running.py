@@ -19,8 +19,18 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils import backend, sharding
 
-PIECE = 64
-"""Models run on at most this many prompt tokens at once, which bounds attention memory."""
+PIECE, PIECE_ON_ACCELERATORS, PROMPT_TOKENS = 64, 1_024, 8_192
+"""Models run on at most this many tokens of a prompt at once on a CPU and on an accelerator, which
+bounds the memory of activations; and on an accelerator on at most this many of all prompts, but on
+`PIECE` of each. A longer piece reads the weights less often."""
+
+
+def piece_length(sequences: int) -> int:
+    """Returns the default number of tokens of each prompt on which models run at once."""
+    if backend.on_cpu():
+        return PIECE
+    return min(max(PROMPT_TOKENS // sequences, PIECE), PIECE_ON_ACCELERATORS)
+
 
 Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
 
@@ -87,16 +97,18 @@ def run_on_prompts(
     capacity: int,
     before_BxTxE: Float[Array, "batch prompt_time seen_features"] | None = None,
     layers_shown: tuple[int, ...] | None = None,
+    piece: int | None = None,
 ) -> Prefilled:
     """Runs a model on the prompts, in pieces; returns the cache and the features [B, T, F] or None.
 
     Cache rows past the end of a shorter prompt are pending, and are overwritten later. `capacity`
     is the number of slots of the cache. `before_BxTxE` are the features of the token before each
-    token, for a model that sees features; `layers_shown` is that of `run`.
+    token, for a model that sees features; `layers_shown` is that of `run`. `piece` is the number of
+    tokens of each prompt on which the model runs at once; None for `piece_length`.
     """
     B, T = prompts_BxT.shape
-    pieces = -(-T // PIECE)
-    width = T if pieces == 1 else PIECE
+    pieces = -(-T // (piece or piece_length(B)))
+    width = T if pieces == 1 else -(-T // (16 * pieces)) * 16
 
     def pad(rows_BxT: Array) -> Array:
         missing = pieces * width - rows_BxT.shape[1]
@@ -107,8 +119,8 @@ def run_on_prompts(
     def step(number: IntScalar | int, carry: Prefilled) -> Prefilled:
         cache, shown = carry
         first = number * width
-        piece = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
-        tokens, before = jax.tree.map(lambda rows: piece(rows, first), padded)
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
+        tokens, before = jax.tree.map(lambda rows: cut(rows, first), padded)
         # Padding may exceed the context; a NaN embedding there would get past the mask.
         positions = jnp.minimum(first + jnp.arange(width), model.context - 1)
         positions = jnp.broadcast_to(positions, (B, width))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spectr_jax.decoding.policy import Shaping, shaped
 from spectr_jax.decoding.tree import Tree
 from spectr_jax.transport.types import IntScalar, Probs
+from spectr_jax.utils import sharding
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +32,7 @@ class ScoredTree:
       p: [I, V] draft distributions at the inner nodes; [0, V] if the drafter does not draw: its
         drafts then have probability 1 each.
       logits: [N + 1, V] of the target at each node, after the policy's `process`.
+      rows: static; the number of sequences that are verified together on a device.
     """
 
     tree: Tree = dataclasses.field(metadata={"static": True})
@@ -39,6 +41,7 @@ class ScoredTree:
     tokens: Int[Array, "*batch nodes"]
     p: Float[Array, "*batch inner vocab"]
     logits: Float[Array, "*batch nodes vocab"]
+    rows: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +80,8 @@ class ScoredTree:
         if not len(self.p):
             return (self.tokens >= 0).astype(self.p.dtype)
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
-        return jnp.concatenate([jnp.ones(1, self.p.dtype), self.p[rows, self.tokens[1:]]])
+        of_tokens = sharding.whole(self.p[rows, self.tokens[1:]])
+        return jnp.concatenate([jnp.ones(1, self.p.dtype), of_tokens])
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
         """Returns the subtree `tree`, whose nodes are the `nodes` [N' + 1] of this tree."""

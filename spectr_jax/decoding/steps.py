@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
@@ -12,7 +13,15 @@ from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import LONG, AnyModel, Observe, Request, checked, whole_numbers
+from spectr_jax.decoding.request import (
+    LONG,
+    AnyModel,
+    Observe,
+    Request,
+    checked,
+    on_mesh,
+    whole_numbers,
+)
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.utils.errors import UserError
 
@@ -43,6 +52,8 @@ def stream(
     draft_policy: Policy | None = None,
     logprobs: bool = False,
     stop: StopSpec = None,
+    mesh: Mesh | None = None,
+    prompt_piece: int | None = None,
 ) -> Iterator[Step]:
     """Continues one prompt; yields the tokens of each call of the target as soon as it is done.
 
@@ -58,6 +69,7 @@ def stream(
       prompt: [T] tokens.
       observe: a function of one `Call`; each step has its output. Static.
       logprobs: whether each step has the log-probabilities of its tokens. Static.
+      mesh: with a single row of devices: `make_mesh(model=N, devices=jax.devices()[:N])`.
 
     Raises:
       UserError: as in `generate`; raised by the call itself, not by the first step.
@@ -68,6 +80,7 @@ def stream(
     tokens = whole_numbers("prompt", prompt)
     options: dict[str, Any] = {"policy": policy, "draft_policy": draft_policy, "observe": observe}
     options |= {"logprobs": logprobs, "stop": stop, "bucket": LONG}
+    options |= {"mesh": mesh, "prompt_piece": prompt_piece}
     rows = tokens[None], [tokens.size], max_new_tokens
     return _steps(checked(key, method, target, draft, *rows, **options))
 
@@ -89,7 +102,11 @@ def _steps(request: Request) -> Iterator[Step]:
 @jax.jit
 def _begin(request: Request) -> Loop:
     """Returns the state before the first call."""
-    return begin(request.setup(), request.prompts, request.room, request.logprobs)
+
+    def start(request: Request) -> Loop:
+        return begin(request.setup(), request.prompts, request.room, request.logprobs)
+
+    return on_mesh(start, request)
 
 
 @functools.partial(jax.jit, donate_argnames="loop")
@@ -97,10 +114,15 @@ def _advance(
     loop: Loop, request: Request
 ) -> tuple[Loop, Int[Array, " steps"], Any, Logprobs | None]:
     """Calls the target once; returns the state, the new tokens, `observed` and their logprobs."""
-    (after, called), start = call(loop, request.setup()), loop.sequences.lengths[0]
+
+    def advance(request: Request, loop: Loop) -> tuple[Loop, Any]:
+        after, called = call(loop, request.setup())
+        return after, observe_call(request.observe, called)
+
+    (after, observed), start = on_mesh(advance, request, loop), loop.sequences.lengths[0]
 
     def new(rows: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(rows[0], start, request.method.tree.height + 1)
 
-    observed = jax.tree.map(lambda leaf: leaf[0], observe_call(request.observe, called))
+    observed = jax.tree.map(lambda leaf: leaf[0], observed)
     return after, new(after.sequences.tokens), observed, jax.tree.map(new, after.logprobs)

@@ -116,6 +116,11 @@ class Tree:
         return np.unique(self.parent[1:])
 
     @functools.cached_property
+    def is_inner(self) -> Bool[np.ndarray, " nodes"]:
+        """Returns whether each node has children."""
+        return np.isin(np.arange(self.size + 1), self.inner)
+
+    @functools.cached_property
     def inner_rank(self) -> Int[np.ndarray, " nodes"]:
         """Returns the index of each node in `inner`; undefined for leaves, but within bounds."""
         ranks = np.searchsorted(self.inner, np.arange(self.size + 1))

@@ -79,6 +79,13 @@ class Plan(abc.ABC):
         weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
         return draw(key, or_else(jnp.where(q > 0, weights, 0), q))
 
+    def bonus(self, key: Key, q: Probs) -> Scalar:
+        """Returns a token with distribution q [V] where there are no drafts; consumes `key`.
+
+        It is -1 if q is 0 everywhere.
+        """
+        return jnp.where(jnp.any(q > 0), draw(key, q), -1)
+
     @abc.abstractmethod
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         """Returns the distribution [V] of the token given `drafts`, in float64."""

@@ -47,7 +47,7 @@ from spectr_jax.transport.base import product
 from spectr_jax.transport.draws import uniform
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 from spectr_jax.transport.winner import ExactWin, Winner, WinnerPlan, highest_wins
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 SORTED = 256
 """Largest vocabulary that `select` sorts. Tokens of exactly equal ratio then share a cell."""
@@ -252,14 +252,39 @@ def _masses(
     """Returns the masses [2, count] of p and q in each cell.
 
     Adding more than a thousand equal masses one by one loses precision in float32. So the masses
-    are added in parts of 1,024 tokens, and scaled to the sums of p and q.
+    are added in parts of the vocabulary, which devices can share, and scaled to the sums of p and q.
     """
-    parts = -(-len(p) // 1024)
-    part = jnp.arange(len(p), dtype=jnp.int32) % parts
-    sums = jnp.zeros((2, parts, count), p.dtype).at[:, part, of_token]
-    masses = jnp.sum(sums.add(jnp.stack([p, q]), mode="promise_in_bounds"), axis=1)
+    parts = min(1 << max(-(-len(p) // 1024) - 1, 0).bit_length(), 64)
+
+    def parted(x: Shaped[Array, " vocab"]) -> Shaped[Array, "parts tokens"]:
+        return jnp.pad(x, (0, -len(x) % parts)).reshape(parts, -1)
+
+    of_part = functools.partial(_masses_by_products if backend.on_tpu() else _added_masses, count)
+    of_parts = jax.vmap(of_part)(parted(p), parted(q), parted(of_token))
+    masses = sharding.whole(jnp.sum(of_parts, axis=0))
     total = jnp.sum(masses, axis=1, keepdims=True)
     return masses * (jnp.stack([jnp.sum(p), jnp.sum(q)])[:, None] / jnp.where(total > 0, total, 1))
+
+
+def _added_masses(
+    count: int, p: Probs, q: Probs, of_token: Int[Array, " vocab"]
+) -> Float[Array, "2 {count}"]:
+    """Returns the masses [2, count] of p and q in each cell, by a scatter."""
+    added = jnp.zeros((2, count), p.dtype).at[:, of_token]
+    return added.add(jnp.stack([p, q]), mode="promise_in_bounds")
+
+
+def _masses_by_products(
+    count: int, p: Probs, q: Probs, of_token: Int[Array, " vocab"]
+) -> Float[Array, "2 {count}"]:
+    """Returns `_added_masses` for a TPU, whose scatters take one update at a time.
+
+    Cell 32 i + j is entry (i, j) of a product of two indicator matrices, one of them weighted.
+    """
+    rows = jax.nn.one_hot(of_token // 32, -(-count // 32), dtype=p.dtype)
+    columns = jax.nn.one_hot(of_token % 32, 32, dtype=p.dtype)
+    weighted = jnp.stack([p, q])[:, :, None] * rows
+    return product(weighted.swapaxes(1, 2), columns).reshape(2, -1)[:, :count]
 
 
 def exact_cells(p: ExactProbs, q: ExactProbs) -> Cells:

@@ -12,3 +12,8 @@ def on_cpu() -> bool:
     devices must take the same steps.
     """
     return jax.default_backend() == "cpu" and sharding.model_devices() == 1
+
+
+def on_tpu() -> bool:
+    """Returns whether JAX computes on a TPU, which takes long for scattered updates."""
+    return jax.default_backend() == "tpu"

@@ -74,6 +74,16 @@ def split(x: jax.Array, axis: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+def whole(tree: Any) -> Any:
+    """Returns arrays that each device of the mesh's axis `model` has whole, in such a program.
+
+    Without it, the compiler may split small arrays too, and exchange them between steps.
+    """
+    if model_devices() == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
 def state_sharding(mesh: Mesh, abstract: Any) -> Any:
     """Returns the sharding of parameters and optimizer state. Each array is split along the largest
     axis that `fsdp` divides, if any, and otherwise replicated."""

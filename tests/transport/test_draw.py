@@ -11,7 +11,7 @@ from spectr_jax.transport import draws
 draw = jax.jit(draws.draw, static_argnums=2)  # One program per shape, not one per operation.
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 100, 4_100])
+@pytest.mark.parametrize("size", [1, 2, 5, 65, 100, 4_100, 9_000])
 def test_draw_follows_the_weights(size):
     """One, two and three stages; blocks of weight 0, and a last block of few tokens."""
     weights = np.random.default_rng(size).gamma(0.7, size=size) * (np.arange(size) % 3 != 1)

@@ -35,6 +35,7 @@ class Setup(NamedTuple):
     policy: PolicyRows
     draft_policy: PolicyRows
     stop: Stop | None
+    prompt_piece: int | None = None  # Tokens of each prompt at once (`running.piece_length`).
 
 
 class Sequences(NamedTuple):

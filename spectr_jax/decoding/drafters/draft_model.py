@@ -22,7 +22,7 @@ class DraftModel(Drafter):
     def init(
         self, setup: Setup, prompts: Sequences, capacity: int, features_BxTxF: Features
     ) -> Cache:
-        cache, _ = run_on_prompts(setup.draft, *prompts, capacity)
+        cache, _ = run_on_prompts(setup.draft, *prompts, capacity, piece=setup.prompt_piece)
         return dataclasses.replace(cache, lengths=levels.cache_lengths(prompts.lengths))
 
     def draft(

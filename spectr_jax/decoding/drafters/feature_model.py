@@ -64,7 +64,9 @@ class FeatureModel(Drafter):
         assert features_BxTxF is not None
         R, lengths_B = setup.tree.height + 1, prompts.lengths  # As many tokens as a call can add.
         before = jnp.pad(features_BxTxF, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        cache, _ = run_on_prompts(setup.draft, *prompts, capacity + R, before)
+        cache, _ = run_on_prompts(
+            setup.draft, *prompts, capacity + R, before, piece=setup.prompt_piece
+        )
         index_BxR = lengths_B[:, None] - 1 - R + jnp.arange(R)
         last = jnp.take_along_axis(features_BxTxF, jnp.maximum(index_BxR, 0)[..., None], axis=1)
         return _State(

@@ -1,8 +1,9 @@
 """Phase 3 of a call (select): the verifier interface, and helpers that run a verifier's walk.
 
-A walk descends the tree level by level. On an accelerator, kernel launches and host syncs dominate
-its time: everything of the size of the vocabulary is computed at all nodes at once, and the number
-of steps is static. On a CPU, arithmetic dominates: a node is computed when the walk reaches it.
+A walk descends the tree level by level, along nodes that have children. On an accelerator, kernel
+launches and host syncs dominate its time: everything of the size of the vocabulary is computed at
+all these nodes at once, and the number of steps is static. If that would take much memory, and on a
+CPU, where arithmetic dominates, a node is computed when the walk reaches it.
 """
 
 import abc
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
@@ -22,10 +22,14 @@ from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.transport.draws import draw
 from spectr_jax.transport.rules import Rule
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
 
 SMALL_VOCABULARY = 64
 """The largest vocabulary for which launch overhead dominates on a CPU too."""
+
+LARGE = 2**28
+"""Bytes of a float32 table [sequences, nodes, V] on a device from which nodes are not computed all
+at once."""
 
 UNROLLED = 16
 """Walks of at most this many steps are unrolled, so that XLA fuses operations across steps."""
@@ -75,18 +79,27 @@ def in_turn(vocab_size: int) -> bool:
     return backend.on_cpu() and vocab_size > SMALL_VOCABULARY
 
 
-def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns `function` itself on a CPU; on an accelerator, a lookup in its results at all nodes.
+def is_large(scored: ScoredTree) -> bool:
+    """Returns whether a table of the size of the vocabulary at all nodes exceeds `LARGE` bytes."""
+    numbers = scored.rows * (scored.tree.size + 1) * scored.vocab_size
+    return 4 * numbers > LARGE * sharding.model_devices()
 
-    `function` takes a node and, optionally, intermediate results of the caller at that node, which
-    save it work. The lookup ignores them.
+
+def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns a function of a node that has children; elsewhere its result is undefined.
+
+    On a CPU, and if a table would be large, it is `function` itself. Otherwise it looks up the
+    results of `function` at all these nodes. `function` takes a node and, optionally, intermediate
+    results of the caller at that node, which save it work. The lookup ignores them.
     """
-    if in_turn(scored.vocab_size):
+    tree = scored.tree
+    if in_turn(scored.vocab_size) or is_large(scored) or not tree.size:
         return function
-    table = jax.vmap(function)(jnp.arange(scored.tree.size + 1, dtype=jnp.int32))
+    table = jax.vmap(function)(jnp.asarray(tree.inner, jnp.int32))
 
     def looked_up(node: IntScalar, *intermediate: Any) -> Result:
-        return jax.tree.map(lambda leaf: leaf[node], table)
+        rank = jnp.asarray(tree.inner_rank)[node]
+        return jax.tree.map(lambda leaf: leaf[rank], table)
 
     return looked_up
 
@@ -108,6 +121,15 @@ def for_each_row(
         return jax.lax.cond(is_wanted, function, none, *values)
 
     return jax.lax.map(of_row, (wanted, *arrays))
+
+
+def if_wanted(
+    scored: ScoredTree, wanted: BoolScalar, function: Callable[[], Array], otherwise: Array
+) -> Array:
+    """Returns `function()` if it is `wanted`, which only a CPU checks first, or `otherwise`."""
+    if in_turn(scored.vocab_size):
+        return jax.lax.cond(wanted, function, lambda: otherwise)
+    return jnp.where(wanted, function(), otherwise)
 
 
 def repeat(
@@ -133,7 +155,9 @@ def repeat(
         is_alive, after = alive(state), step(state)
         return jax.tree.map(lambda new, old: jnp.where(is_alive, new, old), after, state)
 
-    return jax.lax.fori_loop(0, times, step_if_alive, state, unroll=times <= UNROLLED)
+    # In an unrolled loop the compiler may compute several steps' nodes at once.
+    unroll = times <= UNROLLED and not is_large(scored)
+    return jax.lax.fori_loop(0, times, step_if_alive, state, unroll=unroll)
 
 
 class Candidates(NamedTuple):
@@ -155,8 +179,7 @@ class Candidates(NamedTuple):
         rows that the draft's cache has.
         """
         carried = self.live & (self.tokens == token)
-        inner = jnp.asarray(np.isin(np.arange(tree.size + 1), tree.inner))
-        best = jnp.argmax(jnp.where(carried, 1 + inner[self.nodes], 0))
+        best = jnp.argmax(jnp.where(carried, 1 + jnp.asarray(tree.is_inner)[self.nodes], 0))
         return self.nodes[best], jnp.any(carried)
 
 

@@ -50,6 +50,7 @@ from spectr_jax.transport import otm, rules
 from spectr_jax.transport.base import or_else
 from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.types import BoolScalar, FloatScalar, IntScalar, Probs
+from spectr_jax.utils import sharding
 
 COMPETITIONS = 64
 """The default number of competitions per layer."""
@@ -83,9 +84,9 @@ class Layer(Verifier):
 
 
 class _Classes(NamedTuple):
-    """The classes of nodes that spell the same tokens, by node; the first node represents all."""
+    """The classes of nodes that spell the same tokens, by node; one node represents all."""
 
-    first: Int[Array, " nodes"]  # The first node of the class.
+    first: Int[Array, " nodes"]  # The first node of the class, with children if any has.
     child: Int[Array, " nodes"]  # A draft below the class, or 0 if there is none.
     drafts: Int[Array, " nodes"]  # k, the number of drafts below the class.
     drawable: Bool[Array, " nodes"]  # Whether the draft model can draw the node.
@@ -121,7 +122,9 @@ class _Node(NamedTuple):
 
 def _classes(scored: ScoredTree) -> _Classes:
     drawable, below = scored.draft_probability() > 0, base.candidates(scored, rules.IID)
-    first = jnp.argmax(scored.spelled_alike() & drawable, axis=1).astype(jnp.int32)
+    preference = 1 + jnp.asarray(scored.tree.is_inner)
+    alike = jnp.where(scored.spelled_alike() & drawable, preference, 0)
+    first = jnp.argmax(alike, axis=1).astype(jnp.int32)
     drafts = base.counts(scored, below)
     child = jax.vmap(lambda node: below(node).first())(jnp.arange(scored.tree.size + 1))
     child = jnp.where(drafts > 0, child, 0)
@@ -153,7 +156,7 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         won_D = jnp.maximum(budget * g[tokens_D], jnp.finfo(g.dtype).tiny)
         ratio_D = jnp.where(q[tokens_D] > 0, score * q[tokens_D] / won_D, 0)
         residual = base.residual_mass(jnp.maximum(score * q - budget * g, 0), q, score)
-        return _Node(contest=contest, ratio=ratio_D, residual=residual)
+        return sharding.whole(_Node(contest=contest, ratio=ratio_D, residual=residual))
 
     def alive(carry: tuple[IntScalar, _Scores]) -> BoolScalar:
         return jnp.any((carry[1].score > 0) & (depths == carry[0]))
@@ -165,7 +168,9 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
 
     none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
     start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
-    return base.repeat(scored, scored.tree.height + 1, alive, step, start, absorbing=True)[1]
+    end = base.repeat(scored, scored.tree.height, alive, step, start, absorbing=True)[1]
+    # Without drafts, all of w q is left.
+    return end._replace(residual=jnp.where(classes.drafts > 0, end.residual, end.score))
 
 
 def _compete(
@@ -192,17 +197,17 @@ def _compete(
     competing_W = jnp.where(k_W > 0, score_W, 0)
     budget_W = competing_W / jnp.maximum(jnp.sum(competing_W), jnp.finfo(score_W.dtype).tiny)
     solved_W: _Node = base.for_each_row(
-        scored, score_W > 0, functools.partial(solve, tokens_D), nodes_W, k_W, score_W, budget_W
+        scored, competing_W > 0, functools.partial(solve, tokens_D), nodes_W, k_W, score_W, budget_W
     )
 
-    belongs_WxD = (owner_D == nodes_W[:, None]) & (score_W > 0)[:, None]
+    belongs_WxD = (owner_D == nodes_W[:, None]) & (competing_W > 0)[:, None]
     competes_D = jnp.any(belongs_WxD, axis=0) & (drafts_D >= 0) & classes.drawable[drafts_D]
     node_D = jnp.argmax(belongs_WxD, axis=0)
     share_D = _shares(key, solved_W.contest, node_D, competes_D, competitions)
     ratio_D = jnp.take_along_axis(solved_W.ratio, node_D[None], axis=0)[0]
     won_D = jnp.sum(jnp.where(first_D[:, None] == first_D, share_D, 0), axis=1)
     below_D = jnp.where(competes_D & (first_D == drafts_D), won_D * jnp.minimum(ratio_D, 1), 0)
-    residual_W = jnp.where(score_W > 0, solved_W.residual, 0)
+    residual_W = jnp.where(competing_W > 0, solved_W.residual, 0)
     return _Scores(
         score=_at_level(tree, depth + 1, below_D, scores.score),
         budget=_at_level(tree, depth, budget_W, scores.budget),

@@ -2,7 +2,7 @@
 
 At each node a plan chooses a token, and the walk continues at a draft with that token, if there is
 one. The k drafts at a node are the children of all nodes that spell the same tokens. A leaf has no
-drafts, and a plan without drafts draws from q: that is the bonus token.
+drafts, and the token after it is drawn from q: that is the bonus token.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
 from spectr_jax.decoding.verifiers import base
@@ -24,7 +24,8 @@ from spectr_jax.utils.errors import UserError
 class _Walk(NamedTuple):
     node: IntScalar  # The node of the last accepted draft.
     token: IntScalar  # The last choice, which no draft has once the walk has ended.
-    alive: BoolScalar
+    alive: BoolScalar  # Whether the walk continues at a node that has children.
+    bonus: BoolScalar  # Whether it has ended at a leaf.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,31 +50,46 @@ class TokenByToken(Verifier):
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         """See `Verifier`. Consumes `key`: the choice at depth d uses `fold_in(key, length + d)`."""
-        depth, below = jnp.asarray(scored.tree.depth), base.candidates(scored, self.rule)
+        tree = scored.tree
+        depth, is_inner = jnp.asarray(tree.depth), jnp.asarray(tree.is_inner)
+        below = base.candidates(scored, self.rule)
+
+        def key_at(node: IntScalar) -> Key[Array, ""]:
+            return jax.random.fold_in(key, scored.length + depth[node])
 
         def choose(node: IntScalar) -> _Walk:
             drafts = below(node)
             # Scaled again: otherwise XLA for CPUs fuses p and q into each of their readers, and a
             # call of a small model takes 40 % longer.
             p, q = map(normalised, scored.p_and_q(node, drafts.first()))
-            node_key = jax.random.fold_in(key, scored.length + depth[node])
-            token = self.plan.choose(node_key, p, q, drafts.tokens, drafts.valid)
+            token = self.plan.choose(key_at(node), p, q, drafts.tokens, drafts.valid)
             token = jnp.where(jnp.any(q > 0), token, -1)
-            carrier, accepted = drafts.carrying(scored.tree, token)
-            return _Walk(node=jnp.where(accepted, carrier, node), token=token, alive=accepted)
+            carrier, accepted = drafts.carrying(tree, token)
+            return _Walk(
+                node=jnp.where(accepted, carrier, node),
+                token=token,
+                alive=accepted & is_inner[carrier],
+                bonus=accepted & ~is_inner[carrier],
+            )
 
-        chosen_at = base.at_nodes(scored, choose)
-
-        start = _Walk(node=jnp.int32(0), token=jnp.int32(0), alive=jnp.ones((), bool))
-        end = base.repeat(
-            scored,
-            times=scored.tree.height + 1,
-            alive=lambda walk: walk.alive,
-            step=lambda walk: chosen_at(walk.node),
-            state=start,
-            absorbing=True,
+        chosen_at, yes = base.at_nodes(scored, choose), jnp.ones((), bool)
+        start = _Walk(
+            node=jnp.int32(0), token=jnp.int32(0), alive=yes & bool(tree.size), bonus=~yes
         )
-        return base.ending_at(scored, end.node, end.token, base.counts(scored, below))
+        start = start._replace(bonus=~start.alive)
+        end = base.repeat(
+            scored, tree.height, lambda walk: walk.alive, lambda walk: chosen_at(walk.node), start
+        )
+
+        # As words: JAX's check of key reuse refuses keys in a conditional under vmap.
+        words, kind = jax.random.key_data(key_at(end.node)), jax.random.key_impl(key)
+
+        def bonus() -> IntScalar:
+            q = normalised(scored.q(end.node))
+            return self.plan.bonus(jax.random.wrap_key_data(words, impl=kind), q)
+
+        token = base.if_wanted(scored, end.bonus, bonus, end.token)
+        return base.ending_at(scored, end.node, token, base.counts(scored, below))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.models.layers import cpu
-from spectr_jax.utils import backend
+from spectr_jax.utils import backend, sharding
+
+SCORES = 2**30
+"""Bytes of float32 scores on a device above which an accelerator takes new tokens in blocks."""
 
 
 def attention(
@@ -28,11 +31,31 @@ def attention(
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if backend.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+    slots_BHT = k_BxTxKxD.shape[1] * q_BxNxHxD.shape[0] * q_BxNxHxD.shape[2]
+    blocks = -(-4 * slots_BHT * q_BxNxHxD.shape[1] // (SCORES * sharding.model_devices()))
+    if blocks > 1:
+        return _in_blocks(blocks, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
     attend: Any = jax.nn.dot_product_attention
     if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
         attend = functools.partial(attend, implementation="cudnn")
     return attend(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+
+
+def _in_blocks(least: int, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
+    """Returns `attention` of long pieces of prompts, in `least` or more blocks of new tokens."""
+    N = q_BxNxHxD.shape[1]
+    blocks = next(count for count in range(min(least, N), N + 1) if N % count == 0)
+
+    def split(x_BxN):
+        return jnp.moveaxis(x_BxN.reshape(len(x_BxN), blocks, -1, *x_BxN.shape[2:]), 1, 0)
+
+    def attend(block):
+        q, mask = block
+        return jax.nn.dot_product_attention(q, k_BxTxKxD, v_BxTxKxD, mask=mask[:, None])
+
+    mixed = jax.lax.map(attend, (split(q_BxNxHxD), split(mask_BxNxT)))
+    return jnp.moveaxis(mixed, 0, 1).reshape(q_BxNxHxD.shape)
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
