@@ -30,7 +30,8 @@ class ScoredTree:
       length: [] int32, the number of committed tokens before the call.
       tokens: [N + 1] int32 by node; the root's is the last committed token. -1 means no draft.
       p: [I, V] draft distributions at the inner nodes; [0, V] if the drafter does not draw: its
-        drafts then have probability 1 each.
+        drafts then have probability 1 each. In bfloat16 it sums to 1 only up to its rounding
+        (`levels.stored`).
       logits: [N + 1, V] of the target at each node, after the policy's `process`.
       rows: static; the number of sequences that are verified together on a device.
     """
@@ -64,6 +65,8 @@ class ScoredTree:
         """
         q = self.q(node)
         p = self.p[self._rank_above(child)] if len(self.p) else q
+        if p.dtype != q.dtype:
+            p = p.astype(q.dtype) / jnp.sum(p, dtype=q.dtype)
         return jnp.where(p > 0, p, 0), jnp.where(q > 0, q, 0)
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:
@@ -78,10 +81,10 @@ class ScoredTree:
         It is NaN where the draft has no distribution (NaN logits).
         """
         if not len(self.p):
-            return (self.tokens >= 0).astype(self.p.dtype)
+            return (self.tokens >= 0).astype(self.logits.dtype)
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
         of_tokens = sharding.whole(self.p[rows, self.tokens[1:]])
-        return jnp.concatenate([jnp.ones(1, self.p.dtype), of_tokens])
+        return jnp.append(jnp.ones(1, of_tokens.dtype), of_tokens).astype(self.logits.dtype)
 
     def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
         """Returns the subtree `tree`, whose nodes are the `nodes` [N' + 1] of this tree."""

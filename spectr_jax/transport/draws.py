@@ -96,6 +96,7 @@ def log_arrivals(key: Key, pmf: Probs) -> Probs:
     """
     # Rare tokens win by tiny clocks. Default uniforms are multiples of 2^-23, too coarse for tokens
     # below 1e-7, which can hold 1e-3 of the mass.
+    pmf = pmf.astype(jnp.float32)
     return -(jax.random.gumbel(key, pmf.shape, pmf.dtype, mode="high") + jnp.log(pmf))
 
 

@@ -129,10 +129,10 @@ def along_winners(
 
     start = _Walk(
         node=jnp.int32(0),
-        run=jnp.ones((), scored.p.dtype),
-        uniform=jnp.zeros((), scored.p.dtype),
+        run=jnp.ones((), scored.logits.dtype),
+        uniform=jnp.zeros((), scored.logits.dtype),
         best=jnp.int32(0),
-        residual=jnp.zeros(scored.vocab_size, scored.p.dtype),
+        residual=jnp.zeros(scored.vocab_size, scored.logits.dtype),
         state=state,
     )
     end = base.repeat(scored, tree.height, alive, step, start)

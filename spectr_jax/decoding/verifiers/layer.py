@@ -166,7 +166,7 @@ def _scores(key: PRNGKeyArray, scored: ScoredTree, classes: _Classes, competitio
         layer_key = jax.random.fold_in(key, scored.length + depth)
         return depth + 1, _compete(layer_key, scored, classes, solve, depth, scores, competitions)
 
-    none = jnp.zeros(scored.tree.size + 1, scored.p.dtype)
+    none = jnp.zeros(scored.tree.size + 1, scored.logits.dtype)
     start = jnp.int32(0), _Scores(score=none.at[0].set(1), budget=none, residual=none)
     end = base.repeat(scored, scored.tree.height, alive, step, start, absorbing=True)[1]
     # Without drafts, all of w q is left.

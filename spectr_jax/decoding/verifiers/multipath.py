@@ -70,7 +70,7 @@ class MultiPath(Verifier):
             g, below, upto = chosen_pmf(ranked, beta, chains)
             return Winner(index, g), below[token] / jnp.where(upto[token] > 0, upto[token], 1)
 
-        return along_winners(key, scored, prepare, win, jnp.zeros((), scored.p.dtype))
+        return along_winners(key, scored, prepare, win, jnp.zeros((), scored.logits.dtype))
 
 
 class Ranked(NamedTuple):

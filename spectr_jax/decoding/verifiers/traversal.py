@@ -66,7 +66,7 @@ class Traversal(Verifier):
             state = jax.lax.cond(begin, _begun, end, scored, state, node)
             return state._replace(visit=state.visit + 1)
 
-        rows = jnp.zeros((tree.height + 1, scored.vocab_size), scored.p.dtype)
+        rows = jnp.zeros((tree.height + 1, scored.vocab_size), scored.logits.dtype)
         start = _State(
             visit=jnp.int32(0), accepted=jnp.zeros((), bool), score=rows[:, 0], q=rows, p=rows
         )

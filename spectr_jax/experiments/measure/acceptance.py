@@ -74,8 +74,8 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
-        p = scored.p[jnp.asarray(scored.tree.inner_rank)[node]]
-        return otm.acceptance(p, scored.q(node), jnp.maximum(k, 1))
+        p, q = scored.p[jnp.asarray(scored.tree.inner_rank)[node]], scored.q(node)
+        return otm.acceptance(p.astype(q.dtype), q, jnp.maximum(k, 1))
 
     best = jax.vmap(optimum)(nodes, drafts)
     return {"nodes": jnp.sum(visited), "optimum": jnp.sum(jnp.where(visited, best, 0))}

@@ -94,5 +94,5 @@ class Embed(nnx.Embed):
         rows = query.reshape(-1, query.shape[-1]).astype(self.dtype)
         table = self.embedding[...].astype(self.dtype)
         if len(rows) > cpu.FEW or not cpu.kernels_multiply(rows, table):
-            return super().attend(query, out_sharding).astype(jnp.float32)
+            return _matmul(rows, table.T).reshape(*query.shape[:-1], -1)
         return cpu.float_rows(rows.astype(jnp.float32), table).reshape(*query.shape[:-1], -1)
