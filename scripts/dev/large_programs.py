@@ -122,7 +122,7 @@ def _laid_out(config: LlamaConfig, program: Program, is_target: bool) -> LlamaCo
     except UserError:
         if is_target:
             raise
-        return config  # `generate` refuses this draft, unless it is replicated beforehand.
+        return config
 
 
 @functools.lru_cache

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, PRNGKeyArray
 
@@ -153,7 +153,7 @@ def checked(
             processing.check_vocabulary(wanted.process, models[0].vocab_size)
     if mesh is not None:
         _check_mesh(mesh, len(tokens))
-        drafter = models[1] and parallel.on_mesh(mesh, models[1], least=parallel.SPLIT)
+        drafter = models[1] and parallel.draft_on_mesh(mesh, models[1])
         models = parallel.on_mesh(mesh, models[0]), drafter
     automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
@@ -262,11 +262,7 @@ def _check_key(key: Any, sequences: int) -> None:
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:
     """Raises `UserError` unless `mesh` comes from `make_mesh` and divides the sequences."""
-    hint = "give one from `sharding.make_mesh`"
-    if not isinstance(mesh, Mesh):
-        raise UserError(f"mesh={mesh!r}: must be a mesh or None; {hint}")
-    if mesh.axis_names != sharding.AXES or set(mesh.axis_types) != {AxisType.Auto}:
-        raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
+    sharding.check_mesh(mesh)
     if sequences % (groups := sharding.rows_of(mesh)):
         raise UserError(
             f"mesh: {sequences} prompts for {groups} groups of devices; give a multiple"

@@ -39,7 +39,7 @@ def load_draft(spec: str, dtype: str | None, mesh: Mesh | None = None) -> Traine
     trained = load(spec, dtype)
     if mesh is None:
         return trained
-    return trained._replace(model=parallel.on_mesh(mesh, trained.model, parallel.SPLIT).merge())
+    return trained._replace(model=parallel.draft_on_mesh(mesh, trained.model).merge())
 
 
 def load_alone(spec: str, dtype: str | None = None, mesh: Mesh | None = None) -> Trained:

@@ -133,17 +133,16 @@ def module_of(name: str) -> str:
     return name.removesuffix("/value").split("/")[-2]
 
 
-def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
+def on_mesh(mesh: Mesh, model: Any) -> Frozen:
     """Returns a model with its arrays on a mesh, for `generate`.
 
-    A decoder of at least `least` bytes is split over the axis `model`. Arrays of other models that
-    already lie on this mesh stay as they are, so that a model of your own can be split as you like;
-    all others are replicated.
+    A decoder is split over the axis `model`. Arrays of other models that already lie on this mesh
+    stay as they are, so that a model of your own can be split as you like; all others are
+    replicated.
 
     Args:
       mesh: from `sharding.make_mesh`.
       model: as for `freeze`.
-      least: the smallest decoder to split, in bytes; a smaller one is replicated.
 
     Raises:
       UserError: as `freeze` and `laid_out`.
@@ -151,12 +150,9 @@ def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
     frozen = freeze(model)
     if all(_lies_on(mesh, leaf) for leaf in frozen.leaves):
         return frozen
-    bytes_of_all = sum(leaf.nbytes for leaf in frozen.leaves if hasattr(leaf, "nbytes"))
     devices, decoder = mesh.shape[sharding.MODEL], frozen.merge()
-    if devices == 1 or not isinstance(decoder, Decoder) or bytes_of_all < least:
-        whole = NamedSharding(mesh, PartitionSpec())
-        kept = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
-        return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, kept))
+    if devices == 1 or not isinstance(decoder, Decoder):
+        return _replicated(mesh, frozen)
     config, wanted = decoder.config, laid_out(decoder.config, devices)
     for _, module in nnx.iter_modules(decoder):
         if hasattr(module, "config"):
@@ -170,6 +166,29 @@ def on_mesh(mesh: Mesh, model: Any, least: int = 0) -> Frozen:
             array = jnp.take(array, place.order, axis=place.outputs)
         arrays[name] = sharding.put(array, place.sharding)
     return freeze(nnx.merge(graphdef, with_leaves(state, arrays)))
+
+
+def draft_on_mesh(mesh: Mesh, model: Any) -> Frozen:
+    """Returns `on_mesh`, but a small decoder, or one whose axes do not fit, is replicated.
+
+    Raises:
+      UserError: as `freeze`.
+    """
+    frozen = freeze(model)
+    decoder, summed = frozen.merge(), sum(getattr(leaf, "nbytes", 0) for leaf in frozen.leaves)
+    if isinstance(decoder, Decoder) and summed < SPLIT:
+        return _replicated(mesh, frozen)
+    try:
+        return on_mesh(mesh, frozen)
+    except UserError:
+        return _replicated(mesh, frozen)
+
+
+def _replicated(mesh: Mesh, frozen: Frozen) -> Frozen:
+    """Returns a model with its arrays on a mesh: replicated, unless they lie on the mesh already."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    kept = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
+    return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, kept))
 
 
 def _lies_on(mesh: Mesh, leaf: Any) -> bool:

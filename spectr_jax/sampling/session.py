@@ -127,7 +127,7 @@ def open_session(
     policy = dataclasses.replace(policy, eos=loaded.tokenizer.eos)
     frozen = freeze(loaded.model), freeze(drafts.model) if drafts else None
     if mesh is not None and frozen[1]:  # `generate` would place the draft's mask in every call.
-        frozen = frozen[0], parallel.on_mesh(mesh, frozen[1], parallel.SPLIT)
+        frozen = frozen[0], parallel.draft_on_mesh(mesh, frozen[1])
     return Session(
         *(wanted, loaded, drafts, *frozen, max_new_tokens, policy, draft_policy, logprobs, stop),
         mesh=mesh,

@@ -83,7 +83,7 @@ class Bench(NamedTuple):
         mesh = mesh_of(config)
         models = freeze(self.target), freeze(contender.draft) if contender.draft else None
         if mesh is not None:  # Once for all batches.
-            draft = models[1] and parallel.on_mesh(mesh, models[1], least=parallel.SPLIT)
+            draft = models[1] and parallel.draft_on_mesh(mesh, models[1])
             models = parallel.on_mesh(mesh, models[0]), draft
         policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
         options = {"draft_policy": draft_policy, "observe": contender.observe, "mesh": mesh}
