@@ -255,6 +255,7 @@ def _masses(
     are added in parts of the vocabulary, which devices can share, and scaled to the sums of p and q.
     """
     parts = min(1 << max(-(-len(p) // 1024) - 1, 0).bit_length(), 64)
+    parts = max(parts, sharding.model_devices())
 
     def parted(x: Shaped[Array, " vocab"]) -> Shaped[Array, "parts tokens"]:
         return jnp.pad(x, (0, -len(x) % parts)).reshape(parts, -1)

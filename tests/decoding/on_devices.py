@@ -1,0 +1,179 @@
+"""A program for test_mesh.py: decodes on meshes of several devices, and prints what it found.
+
+python on_devices.py CHECK ARGUMENTS_IN_JSON [COORDINATOR PROCESS]
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+
+from spectr_jax.decoding import get_method, stream
+from spectr_jax.decoding.generate import generate, lower
+from spectr_jax.decoding.policy import Policy
+from spectr_jax.models import parallel
+from spectr_jax.models.frozen import freeze
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
+from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.testing import chi_square, count_compilations
+from spectr_jax.utils import hosts, sharding
+
+VOCAB, EOS, NEW, PROMPT, BATCH = 8, 7, 3, (1, 2), 4_000
+METHODS = {
+    "spectr": {"tree": "2x2"},
+    "otm_block": {"tree": "2x2"},
+    "otm_layer": {"tree": "2,2"},
+    "gbv": {"tree": "2x2"},
+    "traversal": {"tree": "2,1"},
+    "ersd": {"tree": "2,1"},
+}
+"""A method for each verifier, and for the race."""
+
+
+def llama(seed: int, **changes) -> Llama:
+    shape = {"layers": 2, "width": 32, "mlp": 64, "heads": 8, "kv_heads": 2, "head_width": 8}
+    config = LlamaConfig(**shape | {"vocab_size": VOCAB, "context": 64} | changes)
+    return Llama(config, rngs=nnx.Rngs(seed))
+
+
+def models(kind: str):
+    """Returns a target and a draft: tables, or Llamas of which the draft is small."""
+    if kind == "table":
+        target = random_table(0, VOCAB)
+        return TableModel(target), TableModel(perturbed(target, 1, 0.8))
+    return llama(0), llama(1, layers=1)
+
+
+def exact(kind: str, target) -> dict[tuple[int, ...], float]:
+    """Returns the probability of each continuation of `PROMPT` by at most `NEW` tokens."""
+    if kind == "table":
+        return dict(exact_pmf(random_table(0, VOCAB), PROMPT, NEW, EOS))
+    texts = np.array(list(np.ndindex(*[VOCAB] * (NEW - 1))))
+    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
+    N = tokens.shape[1]
+    visible = np.broadcast_to(np.tri(N, dtype=bool), (len(texts), N, N))
+    positions = np.broadcast_to(np.arange(N), tokens.shape)
+    q = np.asarray(jax.nn.softmax(target.extend(tokens, positions, visible)[0]), float)
+    found: dict[tuple[int, ...], float] = {}
+    for row, text in zip(q, texts.tolist(), strict=True):
+        probability = 1.0
+        for length in range(NEW):
+            pmf = row[len(PROMPT) - 1 + length] * probability
+            is_last = length == NEW - 1
+            found |= {
+                (*text[:length], token): pmf[token]
+                for token in range(VOCAB)
+                if is_last or token == EOS
+            }
+            if is_last or text[length] == EOS:
+                break
+            probability = pmf[text[length]]
+    return found
+
+
+def outputs(kind: str, shapes: list[list[int]], methods: list[str], generations: int) -> dict:
+    """Returns p-values of outputs, and whether greedy tokens equal those of one device."""
+    target, draft = models(kind)
+    pmf = exact(kind, target)
+    index = {text: i for i, text in enumerate(pmf)}
+    prompts, lengths = np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT))
+    found = {}
+    for name in methods:
+        method = get_method(name, **METHODS[name])
+        run = functools.partial(
+            generate, method=method, prompts=prompts, prompt_lengths=lengths, max_new_tokens=NEW
+        )
+        greedy = run(jax.random.key(0), target=target, draft=draft, policy=Policy(0.0, eos=EOS))
+        for data, model in shapes:
+            mesh = sharding.make_mesh(model=model)
+            assert sharding.rows_of(mesh) == data
+            both = parallel.on_mesh(mesh, target), parallel.on_mesh(mesh, draft)
+            run_there = functools.partial(run, target=both[0], draft=both[1], mesh=mesh)
+            counts = np.zeros(len(index), int)
+            for chunk in range(generations // BATCH):
+                out = run_there(jax.random.key(chunk + 1), policy=Policy(eos=EOS))
+                for row, length in zip(*map(np.asarray, (out.tokens, out.lengths)), strict=True):
+                    counts[index[tuple(row[len(PROMPT) : length].tolist())]] += 1
+            with count_compilations() as compiled:
+                same = run_there(jax.random.key(0), policy=Policy(0.0, eos=EOS))
+            found[f"{name} {data}x{model}"] = {
+                "p": chi_square.p_value(counts, np.array(list(pmf.values()))),
+                "greedy": bool(np.array_equal(same.tokens, greedy.tokens)),
+                "compiled": len(compiled),
+            }
+    return found
+
+
+def logits(shapes: list[list[int]]) -> dict[str, float]:
+    """Returns the largest difference of logits from those of one device."""
+    transformer = TransformerConfig(layers=2, width=64, mlp=64, heads=8, vocab_size=64, context=32)
+    family = {
+        "llama": llama(0, vocab_size=64),
+        "qwen": llama(0, vocab_size=64, qk_norm=True, qkv_bias=True),
+        "transformer": Transformer(transformer, rngs=nnx.Rngs(0)),
+    }
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 9))
+    visible = np.broadcast_to(np.tri(9, dtype=bool), (8, 9, 9))
+    found = {}
+    for name, model in family.items():
+        positions = np.broadcast_to(np.arange(9), tokens.shape)
+
+        def run(frozen, positions=positions):
+            return frozen.merge().extend(tokens, positions, visible)[0]
+
+        wanted = jax.jit(run)(freeze(model))
+        for data, devices in shapes:
+            frozen = parallel.on_mesh(sharding.make_mesh(model=devices), model)
+            split = sum(leaf.sharding.is_fully_replicated for leaf in frozen.leaves)
+            assert split < len(frozen.leaves) or devices == 1
+            error = np.abs(np.asarray(jax.jit(run)(frozen)) - np.asarray(wanted)).max()
+            found[f"{name} {data}x{devices}"] = float(error)
+    return found
+
+
+def selection(vocab_size: int) -> str:
+    """Returns the optimized program of a call whose vocabulary is split over eight devices."""
+    target, draft = llama(0, vocab_size=vocab_size), llama(1, vocab_size=vocab_size)
+    method = get_method("otm_layer", tree="4x2")
+    mesh = sharding.make_mesh(model=8)
+    rows = np.ones((2, 4), np.int32), np.full(2, 4), 4
+    return lower(jax.random.key(0), method, target, draft, *rows, mesh=mesh).compile().as_text()
+
+
+def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
+    """Returns sampled tokens on meshes, and those of `stream` on the first row of devices."""
+    target, draft = models("llama")
+    prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
+    method, key = get_method("spectr", tree="2x2"), jax.random.key(3)
+    found = {}
+    for data, model in shapes:
+        mesh = sharding.make_mesh(model=model)
+        out = generate(key, method, target, draft, prompts, np.full(8, 5), 12, mesh=mesh)
+        found[f"{data}x{model}"] = hosts.fetch(out.tokens).tolist()
+        if jax.process_count() > 1:
+            continue
+        row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
+        first = jax.random.fold_in(key, 0)
+        steps = stream(
+            first,
+            method,
+            *(parallel.on_mesh(row, each) for each in (target, draft)),
+            prompts[0],
+            12,
+            mesh=row,
+        )
+        new = [token for step in steps for token in step.tokens]
+        alone = generate(first[None], method, target, draft, prompts[:1], [5], 12)
+        found[f"stream {data}x{model}"] = [new, np.asarray(alone.tokens)[0, 5:17].tolist()]
+    return found
+
+
+if __name__ == "__main__":
+    check, arguments, *process = sys.argv[1:]
+    if process:
+        hosts.connect(process[0], 2, int(process[1]))
+    print(json.dumps(globals()[check](**json.loads(arguments))))

@@ -1,0 +1,94 @@
+"""Tests of decoding with a model split over devices, in processes with eight virtual devices."""
+
+import json
+import os
+import pathlib
+import runpy
+import socket
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).with_name("on_devices.py")
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts/dev"
+MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+"""Rows of devices, and devices of a row."""
+
+
+def _begun(devices, check, *process, **arguments):
+    """Starts a check of on_devices.py in a process with some virtual devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, check, json.dumps(arguments), *process],
+        env={**os.environ, "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _found(begun):
+    out, errors = begun.communicate()
+    assert begun.returncode == 0, errors
+    return json.loads(out.splitlines()[-1])
+
+
+def test_logits_of_split_decoders_equal_those_of_one_device():
+    found = _found(_begun(8, "logits", shapes=MESHES))
+    assert len(found) == 12
+    assert max(found.values()) < 1e-5
+
+
+def _check_outputs(kind, shapes, methods, generations):
+    found = _found(
+        _begun(8, "outputs", kind=kind, shapes=shapes, methods=methods, generations=generations)
+    )
+    assert len(found) == len(shapes) * len(methods)
+    for name, outcome in found.items():
+        assert outcome["p"] > 1e-4, name
+        assert outcome["greedy"], name
+        assert outcome["compiled"] == 0, name
+
+
+def test_outputs_of_split_tables_follow_the_target():
+    """Greedy tokens equal those of one device, and a second call compiles nothing."""
+    _check_outputs("table", MESHES[1:2], ["otm_layer"], 24_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "methods", [["spectr", "otm_block", "gbv"], ["otm_layer", "traversal", "ersd"]]
+)
+def test_outputs_of_split_decoders_follow_the_target(methods):
+    _check_outputs("llama", MESHES[1:2], methods, 24_000)
+
+
+@pytest.mark.slow
+def test_two_processes_emit_the_tokens_of_one():
+    shapes = MESHES[:2]
+    one = _found(_begun(8, "tokens", shapes=shapes))
+    assert one["1x8"] == one["2x4"]
+    for data, model in shapes:
+        streamed, alone = one[f"stream {data}x{model}"]
+        assert streamed == alone
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = f"localhost:{free.getsockname()[1]}"
+    both = [_begun(4, "tokens", where, str(number), shapes=shapes) for number in (0, 1)]
+    for found in map(_found, both):
+        assert found == {name: one[name] for name in found}
+        assert len(found) == 2
+
+
+def test_selection_does_not_gather_a_vocabulary():
+    """The collectives of a call's selection move less than 5 % of all logits."""
+    count = runpy.run_path(str(SCRIPTS / "kernels.py"))["count"]
+    V, nodes, sequences = 32_768, 13, 2
+    counts = count(_found(_begun(8, "selection", vocab_size=V)), ("draft", "score", "select"))
+    moved = Counter()
+    for each, number in counts.collectives.items():
+        moved[each.phase] += each.bytes * number
+    assert moved["score"] > 0
+    assert 0 < moved["select"] < 0.05 * sequences * nodes * V * 4
