@@ -27,7 +27,7 @@ METHODS = {
     "spectr": {"tree": "2x2"},
     "otm_block": {"tree": "2x2"},
     "otm_layer": {"tree": "2,2"},
-    "gbv": {"tree": "2x2"},
+    "gbv": {"num_drafts": 2, "draft_length": 2},
     "traversal": {"tree": "2,1"},
     "ersd": {"tree": "2,1"},
 }
