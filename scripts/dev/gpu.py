@@ -22,20 +22,23 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
+from jax.sharding import Mesh
 
 from spectr_jax import load
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.bench import compiled_in_parallel
+from spectr_jax.models import parallel
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
-from spectr_jax.utils import cli
+from spectr_jax.utils import cli, sharding
 
 _PART = flags.DEFINE_enum("part", "speed", ["flags", "speed", "large"], "What is timed.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/gpu", "Where rows and tables go.")
 _LABEL = flags.DEFINE_string("label", "default", "Name of the XLA flags in the table.")
 _SECONDS = flags.DEFINE_integer("seconds", 150, "Start no row after this time.", lower_bound=1)
+_MODEL_PARALLEL = flags.DEFINE_integer("model_parallel", 1, "Devices that share the weights.")
 _TOY = flags.DEFINE_bool("toy", False, "Small models and few tokens, to rehearse on a CPU.")
 
 TREES = ("8x4", "8x8", "4x4", "2x4", "4,2,1,1")
@@ -109,7 +112,16 @@ def pair(name: str) -> tuple[Frozen, Frozen]:
         target, draft = ("6m", "2m") if _TOY.value else ("97m", "6m")
         return freeze(load(target, dtype="bfloat16")), freeze(load(draft, dtype="bfloat16"))
     target, draft, agreement = name.split(", ")
-    return large(target, 1.0), large(draft, float(agreement))
+    models = large(target, 1.0), large(draft, float(agreement))
+    if (mesh := row_of_devices()) is None:
+        return models
+    return parallel.on_mesh(mesh, models[0]), parallel.draft_on_mesh(mesh, models[1])
+
+
+def row_of_devices() -> Mesh | None:
+    """Returns a mesh of --model_parallel devices that share the weights; None for one device."""
+    count = _MODEL_PARALLEL.value
+    return None if count == 1 else sharding.make_mesh(model=count, devices=jax.devices()[:count])
 
 
 def large(name: str, agreement: float) -> Frozen:
@@ -138,7 +150,7 @@ def timed(arguments: tuple) -> tuple[float, int, int]:
     """Returns the seconds, tokens and target calls of one generation."""
     arguments = jax.block_until_ready(arguments)
     started = time.perf_counter()
-    out = jax.block_until_ready(generate(*arguments))
+    out = jax.block_until_ready(generate(*arguments, mesh=row_of_devices()))
     seconds = time.perf_counter() - started
     return seconds, int(jnp.sum(out.lengths - PROMPT_TOKENS)), int(jnp.sum(out.target_calls))
 
@@ -149,7 +161,10 @@ def measure(name: str, sequences: int, options: Sequence) -> list[dict[str, Any]
     of = functools.partial(inputs, name, sequences)
     list(
         compiled_in_parallel(
-            [lambda method=method: lower(*of(method, 0)).compile() for method in methods]
+            [
+                lambda method=method: lower(*of(method, 0), mesh=row_of_devices()).compile()
+                for method in methods
+            ]
         )
     )
     turns = 2 if _TOY.value else TURNS[sequences]

@@ -3,7 +3,7 @@
 #   flags         methods under sets of XLA flags, and with cuDNN's attention
 #   speed         methods and trees for 1, 8, 32 and 250 sequences of the 97M
 #   tables        SpecTr's Tables 1 and 3, then 2 and 4
-#   large         methods on the shapes of an 8B target
+#   large         methods on the shapes of an 8B target, on one device and split over all of them
 #   tests         pytest -m gpu
 # All parts together take at most $SECONDS_IN_ALL (540). Results are kept in $OUT (runs/gpu): the same command resumes,
 # measures what is missing and repeats the tests. --toy rehearses all parts on a CPU. Needs the packages of
@@ -68,7 +68,12 @@ tables() {
   eval_ 240 ladder.py:97m ladder --config.num_prompts=250 --config.batch_size=250 --config.max_new_tokens=64
 }
 
-large() { timed large 110 --seconds=80; }
+large() {
+  local devices
+  timed large 110 --seconds=80
+  devices=$("$python" -c "import jax; print(jax.device_count())")
+  [ "$devices" -lt 2 ] || timed large 110 --seconds=80 --model_parallel="$devices" --label="$devices devices"
+}
 
 status=0
 for part in "${parts[@]}"; do

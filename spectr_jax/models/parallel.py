@@ -108,7 +108,7 @@ def specs(leaves: dict[str, Any]) -> dict[str, PartitionSpec]:
 
 def outputs_of(name: str, leaves: dict[str, Any]) -> int:
     """Returns the axis of a leaf's outputs: a kernel is [inputs, outputs], in int8 the reverse."""
-    path, field = name.removesuffix("/value").rsplit("/", 1)
+    path, _, field = name.removesuffix("/value").rpartition("/")
     return int(field == "kernel" and f"{path}/scale/value" not in leaves)
 
 
@@ -129,8 +129,8 @@ def places(mesh: Mesh, config: Any, wanted: Any, leaves: dict[str, Any]) -> dict
 
 
 def module_of(name: str) -> str:
-    """Returns the module of a leaf, such as `qkv` for `blocks/0/qkv/kernel/value`."""
-    return name.removesuffix("/value").split("/")[-2]
+    """Returns the module of a leaf, such as `qkv` for `blocks/0/qkv/kernel/value`, or ""."""
+    return name.removesuffix("/value").rpartition("/")[0].rpartition("/")[2]
 
 
 def on_mesh(mesh: Mesh, model: Any) -> Frozen:

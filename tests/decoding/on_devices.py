@@ -3,6 +3,7 @@
 python on_devices.py CHECK ARGUMENTS_IN_JSON [COORDINATOR PROCESS]
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -115,6 +116,10 @@ def logits(shapes: list[list[int]]) -> dict[str, float]:
         "llama": llama(0, vocab_size=64),
         "qwen": llama(0, vocab_size=64, qk_norm=True, qkv_bias=True),
         "transformer": Transformer(transformer, rngs=nnx.Rngs(0)),
+        "gpt2": Transformer(
+            dataclasses.replace(transformer, learned_positions=True, attention_bias=True),
+            rngs=nnx.Rngs(0),
+        ),
     }
     tokens = np.random.default_rng(0).integers(0, 64, (8, 9))
     visible = np.broadcast_to(np.tri(9, dtype=bool), (8, 9, 9))
