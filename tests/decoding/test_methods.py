@@ -201,23 +201,33 @@ def test_a_sequence_alone_equals_its_row_of_a_batch():
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param("otm_layer uneven", marks=pytest.mark.slow), "gsd wide"]
+    "case",
+    [
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("otm_layer uneven", "otm_block tree 2,2,1")
+        ),
+        "gsd wide",
+    ],
 )
 def test_sequential_and_batched_verification_give_equal_results(case, monkeypatch):
-    """CPUs verify trees one after another, and accelerators verify all at once (`base.in_turn`)."""
+    """CPUs verify trees one after another, and accelerators verify all at once (`base.in_turn`), but
+    compute nodes on demand where tables would be large (`base.is_large`)."""
     prompts, lengths = _ragged_prompts(5, rows=200)
     outs, in_turn, lax_map = [], [], jax.lax.map
     monkeypatch.setattr(
         jax.lax, "map", lambda *args, **options: in_turn.append(args) or lax_map(*args, **options)
     )
-    for small in (0, VOCAB):
+    for small, large in ((0, base.LARGE), (VOCAB, base.LARGE), (VOCAB, 0)):
         monkeypatch.setattr(base, "SMALL_VOCABULARY", small)
+        monkeypatch.setattr(base, "LARGE", large)
         in_turn.clear()
         rows = prompts, lengths, 9, Policy(eos=EOS)
         new = {"observe": lambda call: {}}  # A new function makes jit trace again.
         outs.append(generate(jax.random.key(3), _method(case), *_models(), *rows, **new))
         assert bool(in_turn) == (small == 0)
-    _assert_equal(*outs)
+    for other in outs[1:]:
+        _assert_equal(outs[0], other)
 
 
 def test_the_draft_policy_shapes_the_draft_distribution():
