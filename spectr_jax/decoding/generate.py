@@ -21,7 +21,7 @@ from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, add_observed, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, on_mesh, request_of
+from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, over_mesh, request_of
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.decoding.zeros import zeros_like_output
@@ -97,17 +97,19 @@ def generate(
         smaller draft is copied to each device. Other models are copied too, unless their arrays
         lie on the mesh already. Place models once before many calls: with `load(..., mesh=mesh)`
         or `parallel.on_mesh`. The sequences follow the same distribution without a mesh, and are
-        the same up to rounding. In a run of several processes all pass the same arguments, and get
-        arrays of the whole mesh: `utils.hosts.fetch` returns them as NumPy arrays in each process.
+        the same up to rounding (also that of drafts: `levels.stored`). In a run of several processes
+        all pass the same arguments, and get arrays of the whole mesh: `utils.hosts.fetch` returns
+        them as NumPy arrays in each process.
       draft_policy: the policy of the draft model, without its EOS; `policy` by default. The outputs
         are exact with any draft policy.
       logprobs: static; whether to return the log-probabilities of the emitted tokens.
       stop: a string, several strings, or several token sequences. A sequence ends with the token
         that completes the first of them in the continuation (`stopping.before` cuts the string
         there). Strings need a target that `load` returned.
-      prompt_piece: static; the models run on at most this many tokens of each prompt at once. Longer
-        pieces read the weights less often and take more memory. None for 64 on a CPU, and on an
-        accelerator for 1,024, or fewer if there are many prompts.
+      prompt_piece: static; the models run on at most this many tokens of each prompt at once,
+        rounded up to a multiple of 16. Longer pieces read the weights less often and take more
+        memory. None for 64 on a CPU, and on an accelerator for 1,024, or fewer if there are many
+        prompts.
 
     Raises:
       UserError: an argument is out of range, or does not fit the others.
@@ -127,7 +129,7 @@ def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
 @jax.jit
 def _generate(request: Request) -> Generation:
     """Returns the output of `_decode`."""
-    return on_mesh(_decode, request)
+    return over_mesh(_decode, request)
 
 
 def decode(
@@ -175,7 +177,7 @@ def decode(
     options: Any = {"observe": observe, "logprobs": logprobs, "stop": stop, "mesh": mesh}
     options["prompt_piece"] = prompt_piece
     request = request_of(key, method, target, draft, *rows, policy, draft_policy, **options)
-    return on_mesh(_decode, request)
+    return over_mesh(_decode, request)
 
 
 def _decode(request: Request) -> Generation:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, PRNGKeyArray
 
@@ -151,7 +151,9 @@ def checked(
         if wanted is not None:
             check_policy(wanted, len(tokens), owner)
             processing.check_vocabulary(wanted.process, models[0].vocab_size)
-    if mesh is not None:
+    if mesh is None:
+        _check_alone(models[0])
+    else:
         _check_mesh(mesh, len(tokens))
         drafter = models[1] and parallel.draft_on_mesh(mesh, models[1])
         models = parallel.on_mesh(mesh, models[0]), drafter
@@ -165,7 +167,7 @@ def checked(
     return request_of(key, method, models[0], models[1], *rows, policy, draft_policy, **options)
 
 
-def on_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
+def over_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
     """Returns `function(request, *state)`; with a mesh, each row of devices takes its sequences.
 
     All arrays of `state` and of the result have a leading dimension for the sequences. The compiler
@@ -258,6 +260,14 @@ def _check_key(key: Any, sequences: int) -> None:
     if "rbg" in str(jax.random.key_impl(key)):  # Under vmap, all rows draw from the first key.
         hint = "give jax.random.key(seed, impl='threefry2x32')"
         raise UserError(f"key={key.dtype}: sequences would share random bits; {hint}")
+
+
+def _check_alone(target: Frozen) -> None:
+    """Raises `UserError` if the target is split over devices: its program needs their mesh."""
+    for leaf in target.leaves:
+        place = getattr(leaf, "sharding", None)
+        if isinstance(place, NamedSharding) and place.mesh.shape.get(sharding.MODEL, 1) > 1:
+            raise UserError("mesh=None: the target is split over devices; give the mesh of `load`")
 
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:

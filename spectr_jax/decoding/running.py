@@ -104,10 +104,12 @@ def run_on_prompts(
     Cache rows past the end of a shorter prompt are pending, and are overwritten later. `capacity`
     is the number of slots of the cache. `before_BxTxE` are the features of the token before each
     token, for a model that sees features; `layers_shown` is that of `run`. `piece` is the number of
-    tokens of each prompt on which the model runs at once; None for `piece_length`.
+    tokens of each prompt on which the model runs at once, rounded up to a multiple of 16; None for
+    `piece_length`.
     """
     B, T = prompts_BxT.shape
-    pieces = -(-T // (piece or piece_length(B)))
+    most = -(-(piece or piece_length(B)) // 16) * 16
+    pieces = -(-T // most)
     width = T if pieces == 1 else -(-T // (16 * pieces)) * 16
 
     def pad(rows_BxT: Array) -> Array:

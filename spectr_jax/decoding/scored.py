@@ -53,6 +53,13 @@ class ScoredTree:
         """Returns the target distribution [V] of the token after `node`."""
         return shaped(self.logits[node], self.shaping)
 
+    def p_of(self, rank: IntScalar | int) -> Probs:
+        """Returns the draft distribution [V] of the children of the inner node of this rank."""
+        p = self.p[rank]
+        if p.dtype == self.logits.dtype:
+            return p
+        return p.astype(self.logits.dtype) / jnp.sum(p, dtype=self.logits.dtype)
+
     def p_and_q(self, node: IntScalar, child: IntScalar) -> tuple[Probs, Probs]:
         """Returns the draft distribution [V] that `child` was drawn from, and q [V] at `node`.
 
@@ -64,9 +71,7 @@ class ScoredTree:
         distribution (NaN logits) has 0 everywhere; the mass of such a q goes to the token -1.
         """
         q = self.q(node)
-        p = self.p[self._rank_above(child)] if len(self.p) else q
-        if p.dtype != q.dtype:
-            p = p.astype(q.dtype) / jnp.sum(p, dtype=q.dtype)
+        p = self.p_of(self._rank_above(child)) if len(self.p) else q
         return jnp.where(p > 0, p, 0), jnp.where(q > 0, q, 0)
 
     def spelled_alike(self) -> Bool[Array, "nodes nodes"]:

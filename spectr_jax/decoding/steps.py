@@ -19,10 +19,11 @@ from spectr_jax.decoding.request import (
     Observe,
     Request,
     checked,
-    on_mesh,
+    over_mesh,
     whole_numbers,
 )
 from spectr_jax.decoding.stopping import StopSpec
+from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 
 
@@ -77,6 +78,11 @@ def stream(
     if getattr(key, "shape", ()) != ():
         given = f"{key.dtype}{list(key.shape)}"
         raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
+    if mesh is not None:
+        sharding.check_mesh(mesh)
+        if (groups := sharding.rows_of(mesh)) > 1:
+            hint = "give make_mesh(model=N, devices=jax.devices()[:N])"
+            raise UserError(f"mesh: has {groups} groups of devices for one prompt; {hint}")
     tokens = whole_numbers("prompt", prompt)
     options: dict[str, Any] = {"policy": policy, "draft_policy": draft_policy, "observe": observe}
     options |= {"logprobs": logprobs, "stop": stop, "bucket": LONG}
@@ -106,7 +112,7 @@ def _begin(request: Request) -> Loop:
     def start(request: Request) -> Loop:
         return begin(request.setup(), request.prompts, request.room, request.logprobs)
 
-    return on_mesh(start, request)
+    return over_mesh(start, request)
 
 
 @functools.partial(jax.jit, donate_argnames="loop")
@@ -119,7 +125,7 @@ def _advance(
         after, called = call(loop, request.setup())
         return after, observe_call(request.observe, called)
 
-    (after, observed), start = on_mesh(advance, request, loop), loop.sequences.lengths[0]
+    (after, observed), start = over_mesh(advance, request, loop), loop.sequences.lengths[0]
 
     def new(rows: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(rows[0], start, request.method.tree.height + 1)

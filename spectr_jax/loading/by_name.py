@@ -74,8 +74,9 @@ def load(
       mesh: from `sharding.make_mesh`, for `generate` with the same mesh. The weights of a decoder
         are split over its axis `model` (`models.parallel`); other models are replicated. hf:
         folders, GGUF files and .safetensors files are read one array at a time, so that neither the
-        host nor a device ever holds a whole model. The rest is placed after it is loaded. None for
-        one device.
+        host nor a device ever holds a whole model. Training workdirs, `random:` and prefixes of your
+        own are loaded on one device first. For drafts use `loading.load_pair`, which replicates
+        small ones. None for one device.
 
     Raises:
       UserError: the model does not exist, is damaged, or was trained with another tokenizer; the

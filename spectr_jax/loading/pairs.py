@@ -19,6 +19,8 @@ def load_pair(
 ) -> tuple[Trained, list[Trained]]:
     """Returns a target and its drafts, each draft `fitted` to the target.
 
+    `dtype` and `mesh` are those of `load`. On a mesh a draft is placed by `parallel.draft_on_mesh`.
+
     Raises:
       UserError: as `load` and `fitted`.
     """
@@ -29,9 +31,9 @@ def load_pair(
 
 
 def load_draft(spec: str, dtype: str | None, mesh: Mesh | None = None) -> Trained:
-    """Returns a draft, as `load`. On a mesh, one of fewer than `parallel.SPLIT` bytes is replicated.
+    """Returns a draft, as `load`; on a mesh it is placed by `parallel.draft_on_mesh`.
 
-    It is read whole, because its size decides whether it is split.
+    It is read whole on one device first.
 
     Raises:
       UserError: as `load`.

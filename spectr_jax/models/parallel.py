@@ -47,15 +47,19 @@ class Place(NamedTuple):
     order: Int[np.ndarray, " outputs"] | None
 
 
+class Misfit(UserError):
+    """A decoder cannot be split over a number of devices."""
+
+
 def laid_out(config: Any, devices: int) -> Any:
     """Returns the config of the same decoder with its joined matrices ordered for `devices`.
 
     Key and value heads are repeated if there are fewer than `devices`.
 
     Raises:
-      UserError: `devices` does not divide the heads, the MLP or the vocabulary, neither of
-        `devices` and the number of key and value heads divides the other, or the decoder is ordered
-        for another number of devices.
+      Misfit: `devices` does not divide the heads, the MLP or the vocabulary, or neither of
+        `devices` and the number of key and value heads divides the other.
+      UserError: the decoder is ordered for another number of devices.
     """
     if config.shards == devices:
         return config
@@ -71,7 +75,8 @@ def laid_out(config: Any, devices: int) -> Any:
     sizes["kv_heads"] = kept.get("kv_heads", config.kv_heads)
     for name, size in sizes.items():
         if size % devices:
-            raise UserError(f"model={devices}: must divide {name}={size}; give another mesh")
+            choose = "choose another number of devices (of make_mesh, or --model_parallel)"
+            raise Misfit(f"model={devices}: must divide {name}={size}; {choose}")
     return dataclasses.replace(config, **kept)
 
 
@@ -147,13 +152,16 @@ def on_mesh(mesh: Mesh, model: Any) -> Frozen:
     Raises:
       UserError: as `freeze` and `laid_out`.
     """
-    frozen = freeze(model)
-    if all(_lies_on(mesh, leaf) for leaf in frozen.leaves):
+    sharding.check_mesh(mesh)
+    frozen, devices = freeze(model), mesh.shape[sharding.MODEL]
+    if _is_split(mesh, frozen):
         return frozen
-    devices, decoder = mesh.shape[sharding.MODEL], frozen.merge()
-    if devices == 1 or not isinstance(decoder, Decoder):
+    decoder: Any = frozen.merge()
+    if not isinstance(decoder, Decoder):
         return _replicated(mesh, frozen)
     config, wanted = decoder.config, laid_out(decoder.config, devices)
+    if devices == 1:
+        return _replicated(mesh, frozen)
     for _, module in nnx.iter_modules(decoder):
         if hasattr(module, "config"):
             module.config = wanted
@@ -175,12 +183,14 @@ def draft_on_mesh(mesh: Mesh, model: Any) -> Frozen:
       UserError: as `freeze`.
     """
     frozen = freeze(model)
+    if all(_lies_on(mesh, leaf) for leaf in frozen.leaves):
+        return frozen
     decoder, summed = frozen.merge(), sum(getattr(leaf, "nbytes", 0) for leaf in frozen.leaves)
-    if isinstance(decoder, Decoder) and summed < SPLIT:
+    if isinstance(decoder, Decoder) and summed < SPLIT and decoder.config.shards == 1:
         return _replicated(mesh, frozen)
     try:
         return on_mesh(mesh, frozen)
-    except UserError:
+    except Misfit:
         return _replicated(mesh, frozen)
 
 
@@ -189,6 +199,14 @@ def _replicated(mesh: Mesh, frozen: Frozen) -> Frozen:
     whole = NamedSharding(mesh, PartitionSpec())
     kept = [leaf.sharding if _lies_on(mesh, leaf) else whole for leaf in frozen.leaves]
     return dataclasses.replace(frozen, leaves=sharding.put(frozen.leaves, kept))
+
+
+def _is_split(mesh: Mesh, frozen: Frozen) -> bool:
+    """Returns whether all arrays lie on the mesh, and some are split if it has several devices."""
+    return all(_lies_on(mesh, leaf) for leaf in frozen.leaves) and (
+        mesh.shape[sharding.MODEL] == 1
+        or any(not leaf.sharding.is_fully_replicated for leaf in frozen.leaves)
+    )
 
 
 def _lies_on(mesh: Mesh, leaf: Any) -> bool:

@@ -82,9 +82,14 @@ class Plan(abc.ABC):
     def bonus(self, key: Key, q: Probs) -> Scalar:
         """Returns a token with distribution q [V] where there are no drafts; consumes `key`.
 
-        It is -1 if q is 0 everywhere.
+        It is -1 if q is 0 everywhere. If `rule.shares_key`, it is the choice without a valid draft.
         """
-        return jnp.where(jnp.any(q > 0), draw(key, q), -1)
+        if self.rule.shares_key:
+            none = jnp.zeros(1, jnp.int32)
+            token = self.choose(key, q, q, none, none > 0)
+        else:
+            token = draw(jax.random.split(key)[1], q)  # The key of our plans' residuals.
+        return jnp.where(jnp.any(q > 0), token, -1)
 
     @abc.abstractmethod
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:

@@ -40,11 +40,7 @@ class Race(Plan):
     rule = rules.RACE
 
     def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
-        return self.bonus(key, q)
-
-    def bonus(self, key: Key, q: Probs) -> Scalar:
-        first = jnp.argmin(log_arrivals(key, q)).astype(jnp.int32)
-        return jnp.where(jnp.any(q > 0), first, -1)
+        return jnp.argmin(log_arrivals(key, q)).astype(jnp.int32)
 
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         given_token = _drafts_given_winner(p, q, np.array(drafts)) @ WEIGHTS

@@ -34,6 +34,7 @@ from spectr_jax.transport.base import cached, or_else, product
 from spectr_jax.transport.draws import draw, uniform
 from spectr_jax.transport.kseq import optimal_gamma, optimal_gamma_exact
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
+from spectr_jax.utils import sharding
 
 LARGEST_ALPHA = 1e3
 """The largest alpha. This limit binds only if Omega_i has less than a thousandth of q."""
@@ -118,7 +119,11 @@ def _iopt(
     alpha = jnp.where(active, 1 / gamma, 0).astype(p.dtype)
     start = _Stages(alpha, jnp.where(active, alpha * (1 - tolerance), -jnp.inf))
     carry = start, jnp.bool_(True), jnp.int32(0)
-    return jax.lax.while_loop(lambda carry: carry[1] & (carry[2] < iterations), improve, carry)[0]
+
+    def improves(carry: _Carry) -> Scalar:
+        return sharding.over_groups(carry[1] & (carry[2] < iterations))
+
+    return jax.lax.while_loop(improves, improve, carry)[0]
 
 
 _jitted_iopt = jax.jit(_iopt, static_argnums=4)

@@ -54,9 +54,6 @@ class WinnerPlan(Plan):
         residual = jnp.where(jnp.any(valid), or_else(jnp.maximum(q - g, 0), q), q)
         return jnp.where(accepted, draft, draw(residual_key, residual))
 
-    def bonus(self, key: Key, q: Probs) -> Scalar:
-        return super().bonus(jax.random.split(key, 3)[1], q)  # The key of the residual in `choose`.
-
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         wins, g = self.exact_win(p, q, drafts)
         residual, result = exact_residual(g, q), np.zeros(len(q))

@@ -1,5 +1,6 @@
 """The device mesh, with axes `data`, `fsdp` and `model`, and the placement of arrays on it."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -25,6 +26,11 @@ def make_mesh(fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = 
       UserError: `fsdp` or `model` does not divide the number of devices.
     """
     count = len(devices or jax.devices())
+    for name, value in (("fsdp", fsdp), ("model", model)):
+        if not isinstance(value, numbers.Integral):
+            raise UserError(
+                f"{name}={value!r}: must be an integer that divides the {count} devices"
+            )
     if fsdp < 1 or count % fsdp:
         raise UserError(f"mesh.fsdp={fsdp}: must divide the {count} devices; choose a divisor")
     if model < 1 or count % (fsdp * model):
@@ -48,8 +54,11 @@ def rows_of(mesh: Mesh) -> int:
 
 
 def model_devices() -> int:
-    """Returns the size of the axis `model` in the program that is traced; 1 without such an axis."""
-    return jax.sharding.get_abstract_mesh().shape.get(MODEL, 1)
+    """Returns the size of the axis `model` in a program that `request.over_mesh` traces, else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # A mesh of the user's own `jax.set_mesh` has no manual axes.
+    ours = mesh.axis_names == AXES and mesh.axis_types[0] == AxisType.Manual
+    return mesh.shape[MODEL] if ours else 1
 
 
 def over_groups(x: jax.Array) -> jax.Array:
@@ -61,13 +70,18 @@ def over_groups(x: jax.Array) -> jax.Array:
     return x if model_devices() == 1 else jax.lax.pmax(x, AXES[:2])
 
 
+def shards_of(size: int) -> int:
+    """Returns the number of parts in which `split` splits an axis of a size."""
+    devices = model_devices()
+    return 1 if size % devices else devices
+
+
 def split(x: jax.Array, axis: int) -> jax.Array:
     """Returns `x` with `axis` split over the mesh's axis `model`, in a program for such a mesh.
 
     Elsewhere, or if the number of devices does not divide the axis, it returns `x` itself.
     """
-    devices = model_devices()
-    if devices == 1 or x.shape[axis] % devices:
+    if shards_of(x.shape[axis]) == 1:
         return x
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[axis] = MODEL

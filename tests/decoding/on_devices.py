@@ -22,6 +22,7 @@ from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_tab
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square, count_compilations
 from spectr_jax.utils import hosts, sharding
+from spectr_jax.utils.errors import UserError
 
 VOCAB, EOS, NEW, PROMPT, BATCH = 8, 7, 3, (1, 2), 4_000
 METHODS = {
@@ -149,6 +150,39 @@ def selection(vocab_size: int) -> str:
     return lower(jax.random.key(0), method, target, draft, *rows, mesh=mesh).compile().as_text()
 
 
+def refused() -> list[str]:
+    """Returns the errors of meshes that do not fit."""
+    target, draft = models("llama")
+    rows = np.ones((4, 4), np.int32), np.full(4, 4), 4
+    three = np.ones((3, 4), np.int32), np.full(3, 4), 4
+    four, two = (sharding.make_mesh(model=count) for count in (4, 2))
+    split = parallel.on_mesh(four, target)
+    foreign = jax.make_mesh((2, 4), ("data", "model"))
+    row = np.ones(4, np.int32)
+    attempts = [
+        lambda: generate(jax.random.key(0), get_method("baseline"), split, None, *rows),
+        lambda: generate(jax.random.key(0), get_method("baseline"), split, None, *rows, mesh=two),
+        lambda: generate(jax.random.key(0), get_method("baseline"), split, None, *three, mesh=four),
+        lambda: parallel.on_mesh(foreign, target),
+        lambda: parallel.draft_on_mesh(two, split),
+        lambda: next(
+            stream(jax.random.key(0), get_method("baseline"), target, None, row, 4, mesh=four)
+        ),
+        lambda: sharding.make_mesh(model="2"),
+        lambda: parallel.on_mesh(sharding.make_mesh(model=8), llama(0, heads=6, kv_heads=6)),
+    ]
+    errors = []
+    for attempt in attempts:
+        try:
+            attempt()
+            errors.append("")
+        except UserError as error:
+            errors.append(str(error))
+    copied = parallel.draft_on_mesh(four, draft)
+    laid_out = parallel.on_mesh(four, copied)  # A copied model can become a target.
+    return [*errors, copied.merge().config.shards, laid_out.merge().config.shards]
+
+
 def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
     """Returns sampled tokens on meshes, and those of `stream` on the first row of devices."""
     target, draft = models("llama")
@@ -162,6 +196,9 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
         if jax.process_count() > 1:
             continue
         row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
+        with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
+            alone = generate(key, method, target, draft, prompts, np.full(8, 5), 12)
+        found[f"context {data}x{model}"] = np.asarray(alone.tokens).tolist()
         first = jax.random.fold_in(key, 0)
         steps = stream(
             first,

@@ -1,6 +1,8 @@
 """Programs for accelerators, traced or run on a CPU: a call never waits for the host, and its
 tokens equal those of the program for CPUs."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from jax.extend.core import jaxprs_in_params
 
 from spectr_jax.decoding import METHODS, Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.running import run_on_prompts
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.layers import attention
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils import backend
@@ -45,6 +49,33 @@ def test_a_call_never_waits_for_the_host(name, monkeypatch):
     loops = _loops(jax.make_jaxpr(decoded)(*arguments).jaxpr)
     stops = [list(_stops(each.params["body_jaxpr"].jaxpr)) for each in loops]
     assert stops and any(stops) == (name in OPEN_LOOPS)
+
+
+@pytest.mark.parametrize("tokens", [13, 16])
+def test_attention_in_blocks_equals_attention_at_once(tokens, monkeypatch):
+    monkeypatch.setattr(backend, "on_cpu", lambda: False)
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.normal(size=(2, length, heads, 8)).astype(np.float32)
+        for length, heads in ((tokens, 4), (40, 2), (40, 2))
+    )
+    mask = rng.random((2, tokens, 40)) < 0.5
+    mask[:, :, 0] = True
+    whole = attention.attention(q, k, v, mask)
+    monkeypatch.setattr(attention, "SCORES", 4 * 2 * 4 * tokens * 40 // 3)  # Three or four blocks.
+    blocks = jax.make_jaxpr(attention.attention)(q, k, v, mask)
+    assert "scan" in str(blocks)
+    np.testing.assert_allclose(attention.attention(q, k, v, mask), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(("piece", "slots"), [(1, 512), (20, 512), (200, 624), (1_000, 512)])
+def test_the_cache_has_few_more_slots_than_prompts_need(piece, slots):
+    """Pieces are multiples of 16 tokens, and equally long."""
+    prompts, lengths = np.ones((1, 500), np.int32), np.full(1, 500)
+    config = dataclasses.replace(_llama(0).config, context=1_024)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    cache, _ = jax.eval_shape(lambda: run_on_prompts(model, prompts, lengths, 500, piece=piece))
+    assert cache.rows[0][0].shape[1] <= slots
 
 
 def _loops(jaxpr):

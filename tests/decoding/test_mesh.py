@@ -76,10 +76,21 @@ def test_two_processes_emit_the_tokens_of_one():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
+        assert one[f"context {data}x{model}"] == one[f"{data}x{model}"]
     both = [_begun(4, "tokens", where, str(number), shapes=shapes) for number in (0, 1)]
     for found in map(_found, both):
         assert found == {name: one[name] for name in found}
         assert len(found) == 2
+
+
+def test_meshes_that_do_not_fit_are_refused():
+    *errors, copied, laid_out = _found(_begun(8, "refused"))
+    beginnings = ["mesh=None: ", "model=2: ", "mesh: 3 prompts", "mesh: has axes", "model=2: "]
+    beginnings += ["mesh: has 2 groups", "model='2': ", "model=8: must divide heads=6"]
+    for error, beginning in zip(errors, beginnings, strict=True):
+        assert error.startswith(beginning)
+        assert "\n" not in error
+    assert (copied, laid_out) == (1, 4)
 
 
 def test_selection_does_not_gather_a_vocabulary():

@@ -3,7 +3,8 @@
 A walk descends the tree level by level, along nodes that have children. On an accelerator, kernel
 launches and host syncs dominate its time: everything of the size of the vocabulary is computed at
 all these nodes at once, and the number of steps is static. If that would take much memory, and on a
-CPU, where arithmetic dominates, a node is computed when the walk reaches it.
+CPU, where arithmetic dominates, a node is computed when the walk reaches it (by `Layer`, all nodes
+of a level).
 """
 
 import abc
@@ -82,7 +83,7 @@ def in_turn(vocab_size: int) -> bool:
 def is_large(scored: ScoredTree) -> bool:
     """Returns whether a table of the size of the vocabulary at all nodes exceeds `LARGE` bytes."""
     numbers = scored.rows * (scored.tree.size + 1) * scored.vocab_size
-    return 4 * numbers > LARGE * sharding.model_devices()
+    return 4 * numbers > LARGE * sharding.shards_of(scored.vocab_size)
 
 
 def at_nodes(scored: ScoredTree, function: Callable[..., Result]) -> Callable[..., Result]:

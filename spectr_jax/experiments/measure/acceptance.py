@@ -74,8 +74,8 @@ def observe_optimum(call: Call) -> dict[str, jax.Array]:
     nodes = jnp.concatenate([jnp.zeros(1, jnp.int32), call.chosen.path])[: len(depth)]
 
     def optimum(node, k):
-        p, q = scored.p[jnp.asarray(scored.tree.inner_rank)[node]], scored.q(node)
-        return otm.acceptance(p.astype(q.dtype), q, jnp.maximum(k, 1))
+        p = scored.p_of(jnp.asarray(scored.tree.inner_rank)[node])
+        return otm.acceptance(p, scored.q(node), jnp.maximum(k, 1))
 
     best = jax.vmap(optimum)(nodes, drafts)
     return {"nodes": jnp.sum(visited), "optimum": jnp.sum(jnp.where(visited, best, 0))}
@@ -136,7 +136,7 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
     accepted = (depth < chosen.emitted - 1) & ~ended
     counts = jnp.zeros(scored.tree.size + 1).at[chosen.path].add(accepted).at[0].set(1)
     q = scored.q(0)
-    return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / scored.p[0]), 0))}
+    return {"nodes": counts, "kl": jnp.sum(jnp.where(q > 0, q * jnp.log2(q / scored.p_of(0)), 0))}
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def save_llama(
         if value := getattr(config, name):
             raise UserError(f"{name}={value!r:.40}: {remedy}")
     if config.shards > 1:
-        raise UserError(f"shards={config.shards}: {remedy} of the model loaded without a mesh")
+        raise UserError(f"shards={config.shards}: is split over devices; load it without a mesh")
     if (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
         raise UserError(f"a model with qkv_bias and qk_norm, or an int8 model {remedy}")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"

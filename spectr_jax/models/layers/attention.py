@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.models.layers import cpu
-from spectr_jax.utils import backend, sharding
+from spectr_jax.utils import backend
 
 SCORES = 2**30
-"""Bytes of float32 scores on a device above which an accelerator takes new tokens in blocks."""
+"""Bytes of float32 scores of all heads above which an accelerator takes new tokens in blocks."""
 
 
 def attention(
@@ -31,10 +31,9 @@ def attention(
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if backend.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    slots_BHT = k_BxTxKxD.shape[1] * q_BxNxHxD.shape[0] * q_BxNxHxD.shape[2]
-    blocks = -(-4 * slots_BHT * q_BxNxHxD.shape[1] // (SCORES * sharding.model_devices()))
-    if blocks > 1:
-        return _in_blocks(blocks, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+    B, N, H, _ = q_BxNxHxD.shape
+    if (blocks := -(-4 * B * N * H * k_BxTxKxD.shape[1] // SCORES)) > 1:
+        return _in_blocks(min(blocks, N), q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
     attend: Any = jax.nn.dot_product_attention
     if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
@@ -42,20 +41,23 @@ def attention(
     return attend(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
 
 
-def _in_blocks(least: int, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
-    """Returns `attention` of long pieces of prompts, in `least` or more blocks of new tokens."""
+def _in_blocks(blocks: int, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
+    """Returns `attention`, computed in blocks of new tokens that run one after another."""
     N = q_BxNxHxD.shape[1]
-    blocks = next(count for count in range(min(least, N), N + 1) if N % count == 0)
 
     def split(x_BxN):
-        return jnp.moveaxis(x_BxN.reshape(len(x_BxN), blocks, -1, *x_BxN.shape[2:]), 1, 0)
+        # The last block is padded with tokens that see all slots.
+        padding = [(0, 0), (0, -N % blocks), *[(0, 0)] * (x_BxN.ndim - 2)]
+        padded = jnp.pad(x_BxN, padding, constant_values=1)
+        return jnp.moveaxis(padded.reshape(len(x_BxN), blocks, -1, *x_BxN.shape[2:]), 1, 0)
 
     def attend(block):
         q, mask = block
         return jax.nn.dot_product_attention(q, k_BxTxKxD, v_BxTxKxD, mask=mask[:, None])
 
     mixed = jax.lax.map(attend, (split(q_BxNxHxD), split(mask_BxNxT)))
-    return jnp.moveaxis(mixed, 0, 1).reshape(q_BxNxHxD.shape)
+    mixed = jnp.moveaxis(mixed, 0, 1)
+    return mixed.reshape(len(mixed), -1, *mixed.shape[3:])[:, :N]
 
 
 def causal(segments_BxN: jax.Array) -> jax.Array:
