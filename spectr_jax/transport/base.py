@@ -77,12 +77,13 @@ class Plan(abc.ABC):
 
         shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
         weights = jax.pure_callback(on_host, shape, p, q, drafts, valid, vmap_method="sequential")
-        return draw(key, or_else(jnp.where(q > 0, weights, 0), q))
+        return draw(jax.random.split(key)[1], or_else(jnp.where(q > 0, weights, 0), q))
 
     def bonus(self, key: Key, q: Probs) -> Scalar:
         """Returns a token with distribution q [V] where there are no drafts; consumes `key`.
 
-        It is -1 if q is 0 everywhere. If `rule.shares_key`, it is the choice without a valid draft.
+        It is -1 if q is 0 everywhere. Our plans draw the token that `choose` returns without a valid
+        draft; with `rule.shares_key` it is that of `choose`.
         """
         if self.rule.shares_key:
             none = jnp.zeros(1, jnp.int32)

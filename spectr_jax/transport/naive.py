@@ -6,7 +6,6 @@ $$\alpha = \sum_x q(x) \left(1 - (1 - p(x))^k\right)$$
 import numpy as np
 
 from spectr_jax.transport.base import Plan
-from spectr_jax.transport.draws import draw
 from spectr_jax.transport.types import DraftTokens, ExactProbs, Key, Probs, Scalar, Valid
 
 
@@ -14,7 +13,7 @@ class Naive(Plan):
     """A draw from q, whatever the drafts are."""
 
     def choose(self, key: Key, p: Probs, q: Probs, drafts: DraftTokens, valid: Valid) -> Scalar:
-        return draw(key, q)
+        return self.bonus(key, q)
 
     def exact_pmf(self, p: ExactProbs, q: ExactProbs, drafts: tuple[int, ...]) -> ExactProbs:
         return q

@@ -199,9 +199,8 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
         with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
             alone = generate(key, method, target, draft, prompts, np.full(8, 5), 12)
         found[f"context {data}x{model}"] = np.asarray(alone.tokens).tolist()
-        first = jax.random.fold_in(key, 0)
         steps = stream(
-            first,
+            key,
             method,
             *(parallel.on_mesh(row, each) for each in (target, draft)),
             prompts[0],
@@ -209,7 +208,7 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
             mesh=row,
         )
         new = [token for step in steps for token in step.tokens]
-        alone = generate(first[None], method, target, draft, prompts[:1], [5], 12)
+        alone = generate(key, method, target, draft, prompts[:1], [5], 12)
         found[f"stream {data}x{model}"] = [new, np.asarray(alone.tokens)[0, 5:17].tolist()]
     return found
 

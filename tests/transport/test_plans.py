@@ -64,6 +64,27 @@ def test_select_draws_from_pmf(name, pmf):
 
 
 @cases
+def test_the_bonus_token_is_the_choice_without_drafts(name):
+    """So a sequence does not depend on whether a call drafts nothing or has no valid draft."""
+    plan, (p, q), none = (
+        _plan(name),
+        np.random.default_rng(0).dirichlet(np.ones(100), 2),
+        np.zeros(2),
+    )
+
+    @jax.jit
+    @jax.vmap
+    def both(key):
+        same, none_valid = jax.random.clone(key), jnp.zeros(2, bool)
+        chosen = plan.choose(same, jnp.float32(p), jnp.float32(q), jnp.int32(none), none_valid)
+        return plan.bonus(key, jnp.float32(q)), chosen
+
+    bonus, chosen = both(jax.random.split(jax.random.key(0), 20))
+    np.testing.assert_array_equal(bonus, chosen)
+    assert len(np.unique(bonus)) > 5
+
+
+@cases
 def test_invalid_input_under_jit_never_emits_impossible_tokens(name):
     """`Plan.select` documents how jitted calls treat arguments that raise errors outside jit."""
     testing.check_nonsense(_plan(name))
