@@ -64,7 +64,7 @@ def draw(key: Key, weights: Probs, shape: tuple[int, ...] = ()) -> Int[Array, ".
     return jax.vmap(draw_one)(clocks.reshape(-1, words)).reshape(shape)
 
 
-def _sums(weights: Probs) -> tuple[list[Probs], list[int], list[int]]:
+def _sums(weights: Probs) -> tuple[list[Float[Array, " _"]], list[int], list[int]]:
     """Returns the weights of all candidates of each stage, from rows of tokens to single tokens;
     the number of candidates of a race; and the number of candidates of a row of all stages."""
     length = -(-len(weights) // WIDTH)
