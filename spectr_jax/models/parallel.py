@@ -75,7 +75,7 @@ def laid_out(config: Any, devices: int) -> Any:
     sizes["kv_heads"] = kept.get("kv_heads", config.kv_heads)
     for name, size in sizes.items():
         if size % devices:
-            choose = "choose another number of devices (of make_mesh, or --model_parallel)"
+            choose = "choose another number of devices, of make_mesh or --model_parallel"
             raise Misfit(f"model={devices}: must divide {name}={size}; {choose}")
     return dataclasses.replace(config, **kept)
 

@@ -131,7 +131,8 @@ if not flags:
             found["tokens"].append([np.asarray(run.tokens).tolist() for run in runs])
     opened = session.open_session(None, "6m", "2m", "float32", 6, Policy(), mesh=mesh)
     models = opened.target_model, opened.draft_model
-    found["session"] = [parallel.on_mesh(mesh, each) is each for each in models]
+    placed = parallel.on_mesh(mesh, models[0]), parallel.draft_on_mesh(mesh, models[1])
+    found["session"] = [there is each for there, each in zip(placed, models, strict=True)]
     found["session"] += [each.merge().config.shards for each in models]
     found["refused"] = {}
     three = sharding.make_mesh(model=3, devices=jax.devices()[:3])
@@ -297,7 +298,8 @@ def test_each_process_loads_its_own_shards(two):
 def test_wrong_meshes_are_refused_before_anything_is_read(one):
     for label, problem in {
         "flat": r"mesh: has axes \('model',\) .*; give one from `sharding.make_mesh`",
-        "three": "model=3: must divide heads=8; give another mesh",
+        "three": "model=3: must divide heads=8; choose another number of devices, of make_mesh or "
+        "--model_parallel",
         "one": "mesh=1: must be a mesh or None; give one from `sharding.make_mesh`",
     }.items():
         message, read = one["refused"][label]
