@@ -113,12 +113,12 @@ def pair(name: str) -> tuple[Frozen, Frozen]:
         return freeze(load(target, dtype="bfloat16")), freeze(load(draft, dtype="bfloat16"))
     target, draft, agreement = name.split(", ")
     models = large(target, 1.0), large(draft, float(agreement))
-    if (mesh := row_of_devices()) is None:
+    if (mesh := group_of_devices()) is None:
         return models
-    return parallel.on_mesh(mesh, models[0]), parallel.draft_on_mesh(mesh, models[1])
+    return parallel.pair_on_mesh(mesh, *models)
 
 
-def row_of_devices() -> Mesh | None:
+def group_of_devices() -> Mesh | None:
     """Returns a mesh of --model_parallel devices that share the weights; None for one device."""
     count = _MODEL_PARALLEL.value
     return None if count == 1 else sharding.make_mesh(model=count, devices=jax.devices()[:count])
@@ -150,7 +150,7 @@ def timed(arguments: tuple) -> tuple[float, int, int]:
     """Returns the seconds, tokens and target calls of one generation."""
     arguments = jax.block_until_ready(arguments)
     started = time.perf_counter()
-    out = jax.block_until_ready(generate(*arguments, mesh=row_of_devices()))
+    out = jax.block_until_ready(generate(*arguments, mesh=group_of_devices()))
     seconds = time.perf_counter() - started
     return seconds, int(jnp.sum(out.lengths - PROMPT_TOKENS)), int(jnp.sum(out.target_calls))
 
@@ -162,7 +162,7 @@ def measure(name: str, sequences: int, options: Sequence) -> list[dict[str, Any]
     list(
         compiled_in_parallel(
             [
-                lambda method=method: lower(*of(method, 0), mesh=row_of_devices()).compile()
+                lambda method=method: lower(*of(method, 0), mesh=group_of_devices()).compile()
                 for method in methods
             ]
         )

@@ -91,8 +91,8 @@ def generate(
       policy: how logits become probabilities, and the EOS; temperature 1 by default.
       observe: a function of one `Call`, for one sequence; its output arrays are summed over calls.
         Static: pass the same function object each time.
-      mesh: from `sharding.make_mesh`. The sequences are spread over its rows of devices, so B must
-        be a multiple of their number. With `make_mesh(model=N)` each row of N devices shares one
+      mesh: from `sharding.make_mesh`. The sequences are spread over its groups of devices, so B must
+        be a multiple of their number. With `make_mesh(model=N)` each group of N devices shares one
         copy of the weights, if the target is a decoder of this package (`models.parallel`); a
         smaller draft is copied to each device. Other models are copied too, unless their arrays
         lie on the mesh already. Place models once before many calls: with `load(..., mesh=mesh)`
@@ -115,7 +115,7 @@ def generate(
       UserError: an argument is out of range, or does not fit the others.
     """
     options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": stop}
-    options["prompt_piece"] = prompt_piece
+    options |= {"prompt_piece": prompt_piece}
     rows = prompts, prompt_lengths, max_new_tokens, policy
     request = checked(key, method, target, draft, *rows, draft_policy=draft_policy, **options)
     return _generate(request)
@@ -174,8 +174,8 @@ def decode(
     """
     sequences = Sequences(tokens=prompts, lengths=prompt_lengths)
     rows = sequences, max_new_tokens, max_new_tokens
-    options: Any = {"observe": observe, "logprobs": logprobs, "stop": stop, "mesh": mesh}
-    options["prompt_piece"] = prompt_piece
+    options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": stop}
+    options |= {"prompt_piece": prompt_piece}
     request = request_of(key, method, target, draft, *rows, policy, draft_policy, **options)
     return over_mesh(_decode, request)
 

@@ -3,7 +3,6 @@
 Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a call.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -169,7 +168,6 @@ def score_and_select(
         process = setup.policy.process
         logits = processing.processed(process, tree, nodes, raw, tokens, *loop.sequences)
         scored = _scored_tree(loop, setup, drafts, tree, logits)
-        scored = dataclasses.replace(scored, tokens=sharding.whole(scored.tokens))
         chosen = for_each_row(scored, ~loop.done, setup.verifier, keys_B, scored)
     return Selected(
         logits=logits,
@@ -187,7 +185,7 @@ def _scored_tree(
         tree=tree,
         shaping=setup.policy.shaping,
         length=loop.sequences.lengths,
-        tokens=drafts.tokens[:, : tree.size + 1],
+        tokens=sharding.whole(drafts.tokens[:, : tree.size + 1]),
         p=drafts.p,
         logits=logits_BxNxV,
         rows=len(logits_BxNxV),

@@ -155,23 +155,22 @@ def checked(
         _check_alone(models[0])
     else:
         _check_mesh(mesh, len(tokens))
-        drafter = models[1] and parallel.draft_on_mesh(mesh, models[1])
-        models = parallel.on_mesh(mesh, models[0]), drafter
+        models = parallel.pair_on_mesh(mesh, *models)
     automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
     missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
     padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
     room = -(-max_new_tokens // BUCKET) * BUCKET
     options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": automaton}
-    options["prompt_piece"] = prompt_piece
+    options |= {"prompt_piece": prompt_piece}
     rows = Sequences(tokens=padded, lengths=lengths), max_new_tokens, room
     return request_of(key, method, models[0], models[1], *rows, policy, draft_policy, **options)
 
 
 def over_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
-    """Returns `function(request, *state)`; with a mesh, each row of devices takes its sequences.
+    """Returns `function(request, *state)`; with a mesh, each group of devices takes its sequences.
 
     All arrays of `state` and of the result have a leading dimension for the sequences. The compiler
-    divides the work of a row over its devices, along the axis `model`.
+    divides the work of a group over its devices, along the axis `model`.
     """
     if request.mesh is None:
         return function(request, *state)
@@ -266,14 +265,16 @@ def _check_alone(target: Frozen) -> None:
     """Raises `UserError` if the target is split over devices: its program needs their mesh."""
     for leaf in target.leaves:
         place = getattr(leaf, "sharding", None)
-        if isinstance(place, NamedSharding) and place.mesh.shape.get(sharding.MODEL, 1) > 1:
+        if not isinstance(place, NamedSharding) or place.mesh.axis_names != sharding.AXES:
+            continue
+        if place.mesh.shape[sharding.MODEL] > 1:
             raise UserError("mesh=None: the target is split over devices; give the mesh of `load`")
 
 
 def _check_mesh(mesh: Mesh, sequences: int) -> None:
     """Raises `UserError` unless `mesh` comes from `make_mesh` and divides the sequences."""
     sharding.check_mesh(mesh)
-    if sequences % (groups := sharding.rows_of(mesh)):
+    if sequences % (groups := sharding.groups_of(mesh)):
         raise UserError(
             f"mesh: {sequences} prompts for {groups} groups of devices; give a multiple"
         )

@@ -19,10 +19,11 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.transport.types import IntScalar
 from spectr_jax.utils import backend, sharding
 
+Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
+
 PIECE, PIECE_ON_ACCELERATORS, PROMPT_TOKENS = 64, 1_024, 8_192
-"""Models run on at most this many tokens of a prompt at once on a CPU and on an accelerator, which
-bounds the memory of activations; and on an accelerator on at most this many of all prompts, but on
-`PIECE` of each. A longer piece reads the weights less often."""
+"""Numbers of tokens on which models run at once, which bound the memory of activations: of each
+prompt on a CPU, of each prompt on an accelerator, and of all prompts there, but `PIECE` of each."""
 
 
 def piece_length(sequences: int) -> int:
@@ -30,9 +31,6 @@ def piece_length(sequences: int) -> int:
     if backend.on_cpu():
         return PIECE
     return min(max(PROMPT_TOKENS // sequences, PIECE), PIECE_ON_ACCELERATORS)
-
-
-Prefilled: TypeAlias = tuple[Cache, Float[Array, "batch padded features"] | None]
 
 
 def run(

@@ -70,7 +70,7 @@ def stream(
       prompt: [T] tokens.
       observe: a function of one `Call`; each step has its output. Static.
       logprobs: whether each step has the log-probabilities of its tokens. Static.
-      mesh: with a single row of devices: `make_mesh(model=N, devices=jax.devices()[:N])`.
+      mesh: with a single group of devices: `make_mesh(model=N, devices=jax.devices()[:N])`.
 
     Raises:
       UserError: as in `generate`; raised by the call itself, not by the first step.
@@ -80,7 +80,7 @@ def stream(
         raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
     if mesh is not None:
         sharding.check_mesh(mesh)
-        if (groups := sharding.rows_of(mesh)) > 1:
+        if (groups := sharding.groups_of(mesh)) > 1:
             hint = "give make_mesh(model=N, devices=jax.devices()[:N])"
             raise UserError(f"mesh: has {groups} groups of devices for one prompt; {hint}")
     tokens = whole_numbers("prompt", prompt)

@@ -194,6 +194,11 @@ def draft_on_mesh(mesh: Mesh, model: Any) -> Frozen:
         return _replicated(mesh, frozen)
 
 
+def pair_on_mesh(mesh: Mesh, target: Frozen, draft: Frozen | None) -> tuple[Frozen, Frozen | None]:
+    """Returns a target by `on_mesh`, and its draft, if there is one, by `draft_on_mesh`."""
+    return on_mesh(mesh, target), None if draft is None else draft_on_mesh(mesh, draft)
+
+
 def _replicated(mesh: Mesh, frozen: Frozen) -> Frozen:
     """Returns a model with its arrays on a mesh: replicated, unless they lie on the mesh already."""
     whole = NamedSharding(mesh, PartitionSpec())

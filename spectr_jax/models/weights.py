@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from spectr_jax.models import bigram, llama, transformer
 from spectr_jax.models.bigram import Bigram, BigramConfig
-from spectr_jax.models.formats.tensors import Unread, places_of, unread
+from spectr_jax.models.formats.tensors import Unread, locations_of, unread
 from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
@@ -194,7 +194,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:
     arrays: dict[str, Unread] = {}
     exports: dict[str | None, pathlib.Path] = {}
     for file in files:
-        found = places_of(file)
+        found = locations_of(file)
         with safetensors.safe_open(file, framework="numpy") as part:
             metadata = part.metadata() or {}
         if metadata.get("format") != FORMAT:

@@ -48,7 +48,7 @@ def check_mesh(mesh: Any) -> None:
         raise UserError(f"mesh: has axes {mesh.axis_names} of types {mesh.axis_types}; {hint}")
 
 
-def rows_of(mesh: Mesh) -> int:
+def groups_of(mesh: Mesh) -> int:
     """Returns the number of groups of devices that compute different rows."""
     return mesh.size // mesh.shape[MODEL]
 
@@ -62,9 +62,9 @@ def model_devices() -> int:
 
 
 def over_groups(x: jax.Array) -> jax.Array:
-    """Returns the maximum of `x` over all rows of devices, if they must take the same steps.
+    """Returns the maximum of `x` over all groups of devices, if they must take the same steps.
 
-    The compiler's collectives over the axis `model` may involve the devices of all rows. Without
+    The compiler's collectives over the axis `model` may involve the devices of all groups. Without
     that axis, each device loops as often as its own sequences need, and `x` is returned.
     """
     return x if model_devices() == 1 else jax.lax.pmax(x, AXES[:2])

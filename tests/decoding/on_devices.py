@@ -54,26 +54,26 @@ def exact(kind: str, target) -> dict[tuple[int, ...], float]:
     """Returns the probability of each continuation of `PROMPT` by at most `NEW` tokens."""
     if kind == "table":
         return dict(exact_pmf(random_table(0, VOCAB), PROMPT, NEW, EOS))
-    texts = np.array(list(np.ndindex(*[VOCAB] * (NEW - 1))))
-    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
+    firsts = np.array(list(np.ndindex(*[VOCAB] * (NEW - 1))))  # All but the last new token.
+    tokens = np.concatenate([np.tile(PROMPT, (len(firsts), 1)), firsts], axis=1)
     N = tokens.shape[1]
-    visible = np.broadcast_to(np.tri(N, dtype=bool), (len(texts), N, N))
+    visible = np.broadcast_to(np.tri(N, dtype=bool), (len(firsts), N, N))
     positions = np.broadcast_to(np.arange(N), tokens.shape)
     q = np.asarray(jax.nn.softmax(target.extend(tokens, positions, visible)[0]), float)
     found: dict[tuple[int, ...], float] = {}
-    for row, text in zip(q, texts.tolist(), strict=True):
+    for row, first in zip(q, firsts.tolist(), strict=True):
         probability = 1.0
         for length in range(NEW):
             pmf = row[len(PROMPT) - 1 + length] * probability
             is_last = length == NEW - 1
             found |= {
-                (*text[:length], token): pmf[token]
+                (*first[:length], token): pmf[token]
                 for token in range(VOCAB)
                 if is_last or token == EOS
             }
-            if is_last or text[length] == EOS:
+            if is_last or first[length] == EOS:
                 break
-            probability = pmf[text[length]]
+            probability = pmf[first[length]]
     return found
 
 
@@ -81,7 +81,7 @@ def outputs(kind: str, shapes: list[list[int]], methods: list[str], generations:
     """Returns p-values of outputs, and whether greedy tokens equal those of one device."""
     target, draft = models(kind)
     pmf = exact(kind, target)
-    index = {text: i for i, text in enumerate(pmf)}
+    index = {tokens: i for i, tokens in enumerate(pmf)}
     prompts, lengths = np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT))
     found = {}
     for name in methods:
@@ -92,7 +92,7 @@ def outputs(kind: str, shapes: list[list[int]], methods: list[str], generations:
         greedy = run(jax.random.key(0), target=target, draft=draft, policy=Policy(0.0, eos=EOS))
         for data, model in shapes:
             mesh = sharding.make_mesh(model=model)
-            assert sharding.rows_of(mesh) == data
+            assert sharding.groups_of(mesh) == data
             both = parallel.on_mesh(mesh, target), parallel.on_mesh(mesh, draft)
             run_there = functools.partial(run, target=both[0], draft=both[1], mesh=mesh)
             counts = np.zeros(len(index), int)
@@ -184,7 +184,7 @@ def refused() -> list[str]:
 
 
 def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
-    """Returns sampled tokens on meshes, and those of `stream` on the first row of devices."""
+    """Returns sampled tokens on meshes, and those of `stream` on the first group of devices."""
     target, draft = models("llama")
     prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
     method, key = get_method("spectr", tree="2x2"), jax.random.key(3)

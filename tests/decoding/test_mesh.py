@@ -14,7 +14,7 @@ import pytest
 PROGRAM = pathlib.Path(__file__).with_name("on_devices.py")
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts/dev"
 MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
-"""Rows of devices, and devices of a row."""
+"""Numbers of groups of devices, and of devices of a group."""
 
 
 def _begun(devices, check, *process, **arguments):

@@ -100,7 +100,8 @@ def stored(pmf: BatchProbs) -> BatchProbs:
     """Returns draft distributions in the precision in which drafts are drawn and verified.
 
     With a large vocabulary an accelerator takes bfloat16, which halves the largest table after the
-    logits. Any draft distribution is exact; this one changes the acceptance by less than 0.1 %.
+    logits. Any draft distribution is exact. Rounding changes each probability by at most one part
+    in 512, and so the acceptance by at most 0.2 %.
     """
     halved = pmf.shape[-1] >= HALVED and not backend.on_cpu()
     return pmf.astype(jnp.bfloat16) if halved else pmf

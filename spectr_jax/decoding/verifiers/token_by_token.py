@@ -72,11 +72,8 @@ class TokenByToken(Verifier):
                 bonus=accepted & ~is_inner[carrier],
             )
 
-        chosen_at, yes = base.at_nodes(scored, choose), jnp.ones((), bool)
-        start = _Walk(
-            node=jnp.int32(0), token=jnp.int32(0), alive=yes & bool(tree.size), bonus=~yes
-        )
-        start = start._replace(bonus=~start.alive)
+        chosen_at, drafted = base.at_nodes(scored, choose), jnp.full((), tree.size > 0)
+        start = _Walk(node=jnp.int32(0), token=jnp.int32(0), alive=drafted, bonus=~drafted)
         end = base.repeat(
             scored, tree.height, lambda walk: walk.alive, lambda walk: chosen_at(walk.node), start
         )

@@ -83,8 +83,7 @@ class Bench(NamedTuple):
         mesh = mesh_of(config)
         models = freeze(self.target), freeze(contender.draft) if contender.draft else None
         if mesh is not None:  # Once for all batches.
-            draft = models[1] and parallel.draft_on_mesh(mesh, models[1])
-            models = parallel.on_mesh(mesh, models[0]), draft
+            models = parallel.pair_on_mesh(mesh, *models)
         policy, draft_policy = policies_of(config, self.target.tokenizer.eos)
         options = {"draft_policy": draft_policy, "observe": contender.observe, "mesh": mesh}
 

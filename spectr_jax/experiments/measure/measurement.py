@@ -89,7 +89,7 @@ def check_decoding(config: ml_collections.ConfigDict) -> None:
 def check_batch_size(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` unless each device, or group of `model_parallel`, gets as many rows."""
     mesh = mesh_of(config)
-    groups = 1 if mesh is None else sharding.rows_of(mesh)
+    groups = 1 if mesh is None else sharding.groups_of(mesh)
     if config.batch_size % groups:
         kind = "devices" if config.get("model_parallel", 1) == 1 else "groups of devices"
         raise UserError(

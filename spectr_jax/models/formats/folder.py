@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from spectr_jax.models.formats.tensors import FLOATS, Place, Unread, places_of, unread
+from spectr_jax.models.formats.tensors import FLOATS, Location, Unread, locations_of, unread
 from spectr_jax.models.weights import write_tensors
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import read_json, write_json
@@ -30,11 +30,11 @@ class Folder:
     def __init__(self, path: pathlib.Path):
         """Finds the tensors; raises `UserError` if a file is missing or cannot be read."""
         self.path = path
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, Location] = {}
         try:
             index = self._index()
             for file in sorted(set(index.values())) or [WEIGHTS]:
-                found = places_of(path / file)
+                found = locations_of(path / file)
                 # The index decides which of several files has a tensor.
                 here = [name for name in found if index.get(name, file) == file]
                 if twice := sorted(self._places.keys() & here):

@@ -17,7 +17,7 @@ FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jn
 DTYPES = FLOATS | {"I8": jnp.int8, "U16": jnp.uint16, "I32": jnp.int32}
 """Dtypes that are read, by safetensors' names."""
 
-Place = tuple[pathlib.Path, int, str, tuple[int, ...]]
+Location = tuple[pathlib.Path, int, str, tuple[int, ...]]
 """Location of a tensor: its file, its first byte there, its dtype and shape."""
 
 
@@ -42,7 +42,7 @@ class Unread:
         return Unread(self.shape, lambda start, stop: change(self.read(start, stop)))
 
 
-def places_of(file: pathlib.Path) -> dict[str, Place]:
+def locations_of(file: pathlib.Path) -> dict[str, Location]:
     """Returns the tensors of a safetensors file; raises the library's errors if it is damaged."""
     check_fetched(file)
     with safetensors.safe_open(file, framework="numpy"), file.open("rb") as opened:
@@ -55,9 +55,9 @@ def places_of(file: pathlib.Path) -> dict[str, Place]:
     }
 
 
-def unread(place: Place) -> Unread:
-    """Returns the tensor at `place`. Reading it raises OSError or ValueError if it is damaged."""
-    file, first, stored, shape = place
+def unread(location: Location) -> Unread:
+    """Returns the tensor at `location`. Reading it raises OSError or ValueError if it is damaged."""
+    file, first, stored, shape = location
     dtype = np.dtype(DTYPES[stored])
     row = math.prod(shape[1:]) * dtype.itemsize
 

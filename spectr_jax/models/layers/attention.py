@@ -6,6 +6,7 @@ D head width.
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,18 +32,18 @@ def attention(
         return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
     if backend.on_cpu():
         return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+    attend: Any = functools.partial(jax.nn.dot_product_attention, key=k_BxTxKxD, value=v_BxTxKxD)
+    # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
+    if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
+        return attend(q_BxNxHxD, mask=mask_BxNxT[:, None], implementation="cudnn")
     B, N, H, _ = q_BxNxHxD.shape
     if (blocks := -(-4 * B * N * H * k_BxTxKxD.shape[1] // SCORES)) > 1:
-        return _in_blocks(min(blocks, N), q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
-    attend: Any = jax.nn.dot_product_attention
-    if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
-        attend = functools.partial(attend, implementation="cudnn")
-    return attend(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask_BxNxT[:, None])
+        return _in_blocks(attend, min(blocks, N), q_BxNxHxD, mask_BxNxT)
+    return attend(q_BxNxHxD, mask=mask_BxNxT[:, None])
 
 
-def _in_blocks(blocks: int, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
-    """Returns `attention`, computed in blocks of new tokens that run one after another."""
+def _in_blocks(attend: Callable, blocks: int, q_BxNxHxD, mask_BxNxT):
+    """Returns `attend(q, mask)`, computed in blocks of new tokens that run one after another."""
     N = q_BxNxHxD.shape[1]
 
     def split(x_BxN):
@@ -51,11 +52,11 @@ def _in_blocks(blocks: int, q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
         padded = jnp.pad(x_BxN, padding, constant_values=1)
         return jnp.moveaxis(padded.reshape(len(x_BxN), blocks, -1, *x_BxN.shape[2:]), 1, 0)
 
-    def attend(block):
+    def of_block(block):
         q, mask = block
-        return jax.nn.dot_product_attention(q, k_BxTxKxD, v_BxTxKxD, mask=mask[:, None])
+        return attend(q, mask=mask[:, None])
 
-    mixed = jax.lax.map(attend, (split(q_BxNxHxD), split(mask_BxNxT)))
+    mixed = jax.lax.map(of_block, (split(q_BxNxHxD), split(mask_BxNxT)))
     mixed = jnp.moveaxis(mixed, 0, 1)
     return mixed.reshape(len(mixed), -1, *mixed.shape[3:])[:, :N]
 

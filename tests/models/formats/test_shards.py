@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from flax import nnx
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.models import parallel
 from spectr_jax.models.formats import hf_llama
-from spectr_jax.models.formats.gguf import NAMES
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.weights import save_weights
@@ -30,6 +30,8 @@ from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("shards")  # Two processes are started once for all tests.
+
+write_gguf = runpy.run_path(str(pathlib.Path(__file__).with_name("test_gguf.py")))["write"]
 
 LLAMA = LlamaConfig(
     layers=2, width=32, mlp=48, heads=8, kv_heads=2, head_width=6, vocab_size=304, context=64
@@ -148,37 +150,6 @@ print(json.dumps(found))
 """
 
 
-def _write_gguf(path: pathlib.Path, model: Llama) -> None:
-    """Writes Q8_0 matrices of architecture llama, whose rotary pairs lie next to each other."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.width)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.mlp)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_width)
-    writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    writer.add_token_list([f"<{number}>" for number in range(config.vocab_size)])
-    theirs = {hf_llama.NAMES[ours]: name for ours, name in NAMES.items()}
-    for name, array in hf_llama.llama_tensors(model).items():
-        layer, _, own = name.removeprefix("model.layers.").partition(".")
-        full = theirs[name] if name in theirs else f"blk.{layer}.{theirs[own]}"
-        if own in (hf_llama.NAMES["q"], hf_llama.NAMES["k"]):
-            halves = array.reshape(-1, 2, config.head_width // 2, config.width)
-            array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-        kind = gguf.GGMLQuantizationType.Q8_0
-        if array.ndim == 2:
-            writer.add_tensor(full, gguf.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(full, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def _random(config):
     model = (Llama if isinstance(config, LlamaConfig) else Transformer)(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
@@ -200,7 +171,11 @@ def folder(tmp_path_factory):
     for kind in ("qwen3", "qwen2"):
         hf_llama.save_llama(folder / kind, _random(MODELS[kind]), 0, 0)
         HuggingFaceTokenizer(read, 0, 0).save(folder / kind, 64)
-    _write_gguf(folder / "model.gguf", _random(dataclasses.replace(LLAMA, mlp=64, head_width=8)))
+    in_gguf = _random(dataclasses.replace(LLAMA, mlp=64, head_width=8))
+    tokens = [f"<{number}>" for number in range(LLAMA.vocab_size)]
+    of_tokens = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)}
+    kind = gguf.GGMLQuantizationType.Q8_0
+    write_gguf(folder / "model.gguf", in_gguf, "llama", kind, **of_tokens)
     save_weights(folder / "ours", _random(MODELS["ours"]), b"pieces", {}, part_bytes=40_000)
     save_weights(folder / "student", _random(MODELS["student"]), b"pieces", {}, dtype="int8")
     return folder
