@@ -166,14 +166,15 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """Returns an empty cache: rows (keys, values) of each layer, each [B, T, K, D]."""
         config = self.config
-        # One array per layer: slicing stacked layers would copy them in every call.
-        shape = (batch, capacity, config.kv_heads, config.head_width)
 
-        def empty():
+        def empty(layer):
+            heads = config.of_layer(layer)
+            shape = (batch, capacity, heads.kv_heads, heads.head_width)
             rows = cache_lib.zeros(shape, config.dtype)
             return sharding.split(rows, axis=2) if config.shards > 1 else rows
 
-        rows = tuple((empty(), empty()) for _ in range(config.layers))
+        # One array per layer: slicing stacked layers would copy them in every call.
+        rows = tuple((empty(layer), empty(layer)) for layer in range(config.layers))
         return Cache(rows, jnp.zeros(batch, jnp.int32))
 
     def extend(
@@ -207,21 +208,36 @@ class Decoder(nnx.Module):
         lower = [outputs[layer - 1] for layer in also]
         return jnp.concatenate([self.norm(outputs[-1]), *lower], axis=-1), cache
 
-    def _run_blocks(self, run: Callable, x_BxNxE, visible_BxNxM, cache, pending, layers):
+    def _run_blocks(
+        self,
+        run: Callable,
+        x_BxNxE,
+        visible_BxNxM,
+        cache,
+        pending,
+        layers,
+        windows: tuple[int, ...] = (),
+    ):
         """Runs the first `layers` blocks; None for all.
 
         Args:
           run: (index of a block, x, mask [B, N, T], rows, starts [B]) -> (x, new rows).
           x_BxNxE: the input of the first block.
-          visible_BxNxM: see `Model.extend`, also for the other arguments.
+          visible_BxNxM: see `Model.extend`, also for the next arguments.
+          windows: number of last visible tokens that each block sees; 0 or empty for all.
 
         Returns:
           The output of each block, [B, N, E], and the cache with the new rows.
         """
-        mask_BxNxT, starts_B = cache_lib.mask_and_starts(cache, visible_BxNxM, pending)
+        windows = windows or (0,) * self.layers
+        masks = {
+            window: cache_lib.mask_and_starts(cache, visible_BxNxM, pending, window)
+            for window in set(windows)
+        }
         rows = [None] * self.layers if cache is None else list(cache.rows)
         outputs = []
         for index in range(self.layers if layers is None else layers):
+            mask_BxNxT, starts_B = masks[windows[index]]
             x_BxNxE, rows[index] = run(index, x_BxNxE, mask_BxNxT, rows[index], starts_B)
             outputs.append(x_BxNxE)
         return outputs, None if cache is None else Cache(tuple(rows), cache.lengths)

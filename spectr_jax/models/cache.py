@@ -98,18 +98,25 @@ def append(rows: Any, new: tuple, starts_B: Any) -> tuple[tuple, Any]:
     return tuple(map(read, rows)), rows
 
 
-def mask_and_starts(cache: Cache | None, visible_BxNxM: jax.Array, pending: int):
+def mask_and_starts(
+    cache: Cache | None, visible_BxNxM: jax.Array, pending: int, window: int = 0
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns the mask over slots [B, N, T] and the first slot of new tokens [B].
 
-    Without a cache, that is `visible_BxNxM` and None.
+    Without a cache, the mask is over the new tokens, and the slots are None. With a `window`, a new
+    token sees only that many of the tokens that it would see, the last ones: itself and those
+    nearest to it in the sequence or on its path in the tree.
     """
     if cache is None:
-        return visible_BxNxM, None
+        return _last(visible_BxNxM, window), None
     capacity = jax.tree.leaves(cache.rows)[0].shape[1]
-    return visible_slots(visible_BxNxM, cache.lengths, capacity), cache.lengths + pending
+    mask_BxNxT = visible_slots(visible_BxNxM, cache.lengths, capacity, window)
+    return mask_BxNxT, cache.lengths + pending
 
 
-def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int) -> jax.Array:
+def visible_slots(
+    visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int, window: int = 0
+) -> jax.Array:
     """Returns a mask over slots, bool [B, N, T], of the visibility among pending and new tokens.
 
     Args:
@@ -117,13 +124,31 @@ def visible_slots(visible_BxNxM: jax.Array, lengths_B: jax.Array, capacity: int)
         tokens first, then new ones.
       lengths_B: number of committed slots, which are always visible.
       capacity: T.
+      window: as in `mask_and_starts`.
     """
     M = visible_BxNxM.shape[-1]
     offset_BxT = jnp.arange(capacity) - lengths_B[:, None]
     pending_BxNxT = jnp.take_along_axis(
-        visible_BxNxM, jnp.clip(offset_BxT, 0, M - 1)[:, None, :], axis=-1
+        _last(visible_BxNxM, window), jnp.clip(offset_BxT, 0, M - 1)[:, None, :], axis=-1
     )
-    return jnp.where(offset_BxT[:, None, :] < 0, True, pending_BxNxT & (offset_BxT < M)[:, None, :])
+    committed: bool | jax.Array = True
+    if 0 < window < capacity:
+        # The last committed token has offset -1 and comes before all visible pending ones.
+        nearer_BxN = jnp.sum(visible_BxNxM, axis=-1)
+        committed = offset_BxT[:, None, :] >= nearer_BxN[..., None] - window
+    within_BxT = offset_BxT < M
+    return jnp.where(offset_BxT[:, None, :] < 0, committed, pending_BxNxT & within_BxT[:, None, :])
+
+
+def _last(visible_BxNxM: jax.Array, window: int) -> jax.Array:
+    """Returns a mask of the last `window` visible tokens of each row; 0 for all.
+
+    Tokens come after their ancestors, so the order in memory is that of the sequence.
+    """
+    if not 0 < window < visible_BxNxM.shape[-1]:
+        return visible_BxNxM
+    count_BxNxM = jnp.cumsum(visible_BxNxM, axis=-1)
+    return visible_BxNxM & (count_BxNxM > count_BxNxM[..., -1:] - window)
 
 
 def keep(cache: Cache, path_BxD: jax.Array, lengths_B: jax.Array, in_place: int = 0) -> Cache:

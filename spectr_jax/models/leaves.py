@@ -11,6 +11,15 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
+def dtype_in(name: str, dtype: str) -> str:
+    """Returns the dtype of an array of floats, by name, of a decoder that is read in `dtype`.
+
+    Scales of norms stay float32: those of Gemma are 1 + w with a small w, of which bfloat16 would
+    lose most bits.
+    """
+    return "float32" if name.endswith("scale/value") else dtype
+
+
 def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
     """Returns the inverse of `named_leaves`, for a tree of the structure of `like`."""
     return jax.tree.unflatten(

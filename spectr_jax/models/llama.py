@@ -1,8 +1,9 @@
-"""The decoder of Llama 2 and 3, SmolLM, TinyLlama, Mistral, and Qwen 2 and 3, in Flax NNX.
+"""The decoder of Llama 2 and 3, Mistral, Qwen 2 and 3, Phi-3, and Gemma 1 to 4, in Flax NNX.
 
 RMS norms before each part, rotary positions, grouped-query attention and SwiGLU (Touvron et al.,
-2023, arXiv 2302.13971 and 2307.09288). The differences between members are fields of `LlamaConfig`.
-`models.formats` reads weights from Hugging Face folders and GGUF files.
+2023, arXiv 2302.13971 and 2307.09288). The differences between members are fields of `LlamaConfig`;
+those of Gemma are from its reports (arXiv 2408.00118 and 2503.19786). `models.formats` reads
+weights from Hugging Face folders and GGUF files.
 
 Shape suffixes: B sequences, N new tokens, M pending and new tokens, T slots, E width, F MLP width,
 H query heads, K key and value heads, D head width, R half of it, V vocabulary.
@@ -10,7 +11,6 @@ H query heads, K key and value heads, D head width, R half of it, V vocabulary.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,13 +19,16 @@ import numpy as np
 from flax import nnx
 
 from spectr_jax.models import cache as cache_lib
+from spectr_jax.models import rotary
 from spectr_jax.models.base import Decoder, split_abstract
 from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import Embed, dense_layer, parted
-from spectr_jax.models.layers.norms import RMSNorm
+from spectr_jax.models.layers.norms import RMSNorm, rms_normalized
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
-from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+"""The functions of an MLP's gate by their names in `LlamaConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,24 @@ class LlamaConfig:
       qkv_bias: whether queries, keys and values have biases (Qwen 2).
       qk_norm: whether queries and keys have RMS norms over each head (Qwen 3).
       rope_divisors: divisors of the rotary frequencies, one per pair of channels; empty for
-        none (`llama3_divisors`).
+        none (`models.rotary`). Infinity: the pair is not rotated.
+      rope_scale: factor of the rotary cosines and sines (YaRN).
+      windows: for each layer, the number of last tokens that its attention sees, the new token
+        included; 0 for all tokens. Empty: all layers see all tokens.
+      window_rope_theta: base of the rotary positions of layers with a window, which then have
+        neither divisors nor a scale; 0 if their positions are those of the other layers.
+      full_kv_heads: number of key and value heads of the layers without a window, if theirs
+        differs (Gemma 4); else 0.
+      full_head_width: width of a head of the layers without a window, if theirs differs; else 0.
+      keys_as_values: whether the layers without a window use their keys as values (Gemma 4).
+      value_norm: whether values have RMS norms over each head, without parameters (Gemma 4).
+      post_norms: whether RMS norms follow the attention and the MLP too (Gemma 2).
+      layer_scale: whether the output of each layer is multiplied by a parameter (Gemma 4).
+      activation: of the MLP's gate, "silu" or "gelu_tanh" (Gemma).
+      embed_scale: factor of the embeddings.
+      query_width: scores are divided by its square root; 0 for the width of a head.
+      attention_cap: c in c * tanh(score / c); 0 for scores without bounds (Gemma 2).
+      logit_cap: the same for logits.
       embed_rank: width of the embedding table of a draft with a large vocabulary
         (`models.vocabulary`); 0 for `width`.
       head_tokens: number of tokens that the head of such a draft scores; 0 for all.
@@ -69,6 +89,20 @@ class LlamaConfig:
     context: int
     rope_theta: float = 10_000.0
     rope_divisors: tuple[float, ...] = ()
+    rope_scale: float = 1.0
+    windows: tuple[int, ...] = ()
+    window_rope_theta: float = 0.0
+    full_kv_heads: int = 0
+    full_head_width: int = 0
+    keys_as_values: bool = False
+    value_norm: bool = False
+    post_norms: bool = False
+    layer_scale: bool = False
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    query_width: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
     norm_epsilon: float = 1e-5
     tied: bool = False
     qkv_bias: bool = False
@@ -81,12 +115,8 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __post_init__(self):
-        for name in ("rope_divisors", "feature_layers"):
+        for name in ("rope_divisors", "windows", "feature_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists.
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise UserError(f"heads={self.heads}: must be a multiple of kv_heads={self.kv_heads}")
-        if self.head_width % 2 or self.head_width < 2:
-            raise UserError(f"head_width={self.head_width}: must be even for rotary positions")
         if self.tied and (self.embed_rank or self.head_tokens):
             raise UserError("tied=True: must be False with embed_rank or head_tokens")
         if self.head_tokens > self.vocab_size:
@@ -102,99 +132,128 @@ class LlamaConfig:
                 f"feature_layers={self.feature_layers}: must be target layers, from 1, of a draft "
                 "with features; set features, or leave feature_layers empty"
             )
-        pairs, finite = self.head_width // 2, all(0 < d < math.inf for d in self.rope_divisors)
-        if self.rope_divisors and (len(self.rope_divisors) != pairs or not finite):
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f"activation={self.activation!r}: must be {' or '.join(ACTIVATIONS)}")
+        if self.windows and (len(self.windows) != self.layers or min(self.windows) < 0):
             raise UserError(
-                f"rope_divisors={self.rope_divisors}: must be {pairs} positive numbers, one "
-                "for each pair of channels"
+                f"windows={self.windows!r:.60}: must be {self.layers} numbers of tokens, one for "
+                "each layer; 0 for all tokens"
             )
+        if not self.windows:
+            _check_heads(self)
+        for window in dict.fromkeys(self.windows):
+            self.at(window)
+
+    def at(self, window: int) -> "LlamaConfig":
+        """Returns the config of the layers with this window as that of a decoder of such layers.
+
+        Raises:
+          UserError: as `LlamaConfig`.
+        """
+        if not self.windows:
+            return self
+        changes: dict[str, Any] = {"windows": (), "full_kv_heads": 0, "full_head_width": 0}
+        if window:
+            changes["keys_as_values"] = False
+            if self.window_rope_theta:
+                changes |= {"rope_divisors": (), "rope_scale": 1.0}
+                changes["rope_theta"] = self.window_rope_theta
+        else:
+            changes["kv_heads"] = self.full_kv_heads or self.kv_heads
+            changes["head_width"] = self.full_head_width or self.head_width
+        return dataclasses.replace(self, **changes)
+
+    def of_layer(self, layer: int) -> "LlamaConfig":
+        """Returns `at` the window of a layer, from 0."""
+        return self.at(self.windows[layer]) if self.windows else self
+
+
+def _check_heads(config: LlamaConfig) -> None:
+    """Raises `UserError` if the heads or the rotary positions of a decoder do not fit."""
+    if config.kv_heads < 1 or config.heads % config.kv_heads:
+        raise UserError(f"heads={config.heads}: must be a multiple of kv_heads={config.kv_heads}")
+    if config.head_width % 2 or config.head_width < 2:
+        raise UserError(f"head_width={config.head_width}: must be even for rotary positions")
+    pairs, positive = config.head_width // 2, all(d > 0 for d in config.rope_divisors)
+    if config.rope_divisors and (len(config.rope_divisors) != pairs or not positive):
+        raise UserError(
+            f"rope_divisors={config.rope_divisors!r:.60}: must be {pairs} positive numbers, one for each "
+            "pair of channels"
+        )
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
     """Returns radians per position [R] of the channel pairs of a head."""
-    plain = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    plain = rotary.frequencies(config.rope_theta, config.head_width)
     return (plain / np.array(config.rope_divisors or 1.0)).astype(np.float32)
 
 
-def llama3_divisors(
-    theta: float, head_width: int, *, factor: float, low: float, high: float, context: int
-) -> tuple[float, ...]:
-    """Returns the divisors with which Llama 3.1 extends rotary positions.
-
-    Frequencies with fewer than `low` turns in the original training `context` are divided by
-    `factor`; those with more than `high` turns are kept.
-    """
-    plain = theta ** (-np.arange(0, head_width, 2) / head_width)
-    kept = np.clip((context * plain / (2 * math.pi) - low) / (high - low), 0, 1)
-    return tuple((1 / (kept + (1 - kept) / factor)).tolist())
-
-
 class Block(nnx.Module):
-    """Grouped-query attention and SwiGLU, each after an RMS norm and with a residual connection."""
+    """Grouped-query attention and a gated MLP, each after an RMS norm and with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, window: int, *, rngs: nnx.Rngs):
         linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.config = config
-        self.norm_attention = RMSNorm(config.width, config.norm_epsilon)
+        norm = functools.partial(RMSNorm, epsilon=config.norm_epsilon)
+        self.config, self.window = config, window
+        heads, E = config.at(window), config.width
+        self.norm_attention = norm(E)
         # One product for q, k and v, and one for gate and up: launch overhead dominates small calls.
-        parts = (config.heads + 2 * config.kv_heads) * config.head_width
-        self.qkv = linear(config.width, parts, use_bias=config.qkv_bias)
-        self.out = linear(config.heads * config.head_width, config.width, use_bias=False)
-        self.norm_q = RMSNorm(config.head_width, config.norm_epsilon) if config.qk_norm else None
-        self.norm_k = RMSNorm(config.head_width, config.norm_epsilon) if config.qk_norm else None
-        self.norm_mlp = RMSNorm(config.width, config.norm_epsilon)
-        self.gate_up = linear(config.width, 2 * config.mlp, use_bias=False)
-        self.down = linear(config.mlp, config.width, use_bias=False)
+        parts = sum(_joined_heads(heads)) * heads.head_width
+        self.qkv = linear(E, parts, use_bias=config.qkv_bias)
+        self.out = linear(heads.heads * heads.head_width, E, use_bias=False)
+        self.norm_q = norm(heads.head_width) if config.qk_norm else None
+        self.norm_k = norm(heads.head_width) if config.qk_norm else None
+        self.norm_attended = norm(E) if config.post_norms else None
+        self.norm_mlp = norm(E)
+        self.gate_up = linear(E, 2 * config.mlp, use_bias=False)
+        self.down = linear(config.mlp, E, use_bias=False)
+        self.norm_down = norm(E) if config.post_norms else None
+        self.layer_scale = nnx.Param(jnp.ones(1)) if config.layer_scale else None
 
     def __call__(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
         """Runs the block. `rows` are its cached (keys, values), each [B, T, K, D], or None."""
         attended_BxNxE, rows = self._attend(
             self.norm_attention(x_BxNxE), turns_BxNxR, mask_BxNxT, rows, starts_B
         )
+        if self.norm_attended is not None:
+            attended_BxNxE = self.norm_attended(attended_BxNxE)
         x_BxNxE = x_BxNxE + attended_BxNxE
         joined = self.gate_up(self.norm_mlp(x_BxNxE))
         gate_BxNxF, up_BxNxF = parted(joined, self.config.shards, [1, 1])
-        return x_BxNxE + self.down(jax.nn.silu(gate_BxNxF) * up_BxNxF), rows
+        down_BxNxE = self.down(ACTIVATIONS[self.config.activation](gate_BxNxF) * up_BxNxF)
+        if self.norm_down is not None:
+            down_BxNxE = self.norm_down(down_BxNxE)
+        x_BxNxE = x_BxNxE + down_BxNxE
+        return x_BxNxE if self.layer_scale is None else x_BxNxE * self.layer_scale[...], rows
 
     def _attend(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
-        config = self.config
+        config = self.config.at(self.window)
         B, N, _ = x_BxNxE.shape
-        sizes = [config.heads, config.kv_heads, config.kv_heads]
-        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = (
+        q_BxNxHxD, k_BxNxKxD, *values = (
             part.reshape(B, N, -1, config.head_width)
-            for part in parted(self.qkv(x_BxNxE), config.shards, sizes)
+            for part in parted(self.qkv(x_BxNxE), config.shards, _joined_heads(config))
         )
+        v_BxNxKxD = values[0] if values else k_BxNxKxD
         if self.norm_q is not None and self.norm_k is not None:
             q_BxNxHxD, k_BxNxKxD = self.norm_q(q_BxNxHxD), self.norm_k(k_BxNxKxD)
-        q_BxNxHxD, k_BxNxKxD = rotated(q_BxNxHxD, turns_BxNxR), rotated(k_BxNxKxD, turns_BxNxR)
+        if config.value_norm:
+            v_BxNxKxD = rms_normalized(v_BxNxKxD, config.norm_epsilon)
+        q_BxNxHxD, k_BxNxKxD = (
+            rotary.rotated(part, turns_BxNxR) for part in (q_BxNxHxD, k_BxNxKxD)
+        )
+        if config.query_width:  # `attention` divides by the square root of the head's width.
+            q_BxNxHxD *= np.sqrt(config.head_width / config.query_width, dtype=np.float32)
         q_BxNxHxD, *new = (part.astype(config.dtype) for part in (q_BxNxHxD, k_BxNxKxD, v_BxNxKxD))
         (k_BxTxKxD, v_BxTxKxD), rows = cache_lib.append(rows, tuple(new), starts_B)
-        mixed_BxNxHxD = attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+        mixed_BxNxHxD = attention(
+            q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT, cap=config.attention_cap
+        )
         return self.out(mixed_BxNxHxD.reshape(B, N, -1)), rows
 
 
-def turns(positions_BxN: jax.Array, frequencies_R: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosines and sines [B, N, R] of positions."""
-
-    def of(positions):
-        angles = positions[..., None].astype(jnp.float32) * frequencies_R
-        return jnp.cos(angles), jnp.sin(angles)
-
-    if not backend.on_cpu():
-        return of(positions_BxN)
-    # A loop, because XLA would fuse the cosines into every reader and recompute them for each head.
-    axis = 1 if positions_BxN.shape[1] > 1 else 0
-    found = jax.lax.map(of, jnp.moveaxis(positions_BxN, axis, 0))
-    return jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), found)
-
-
-def rotated(x_BxNxHxD: jax.Array, turns_BxNxR: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns heads rotated by their positions; channels i and D / 2 + i are a pair."""
-    cosines, sines = (part[:, :, None] for part in turns_BxNxR)
-    first, second = jnp.split(x_BxNxHxD, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
-    )
+def _joined_heads(config: LlamaConfig) -> list[int]:
+    """Returns the numbers of heads of the queries, the keys and, unless these are keys, the values."""
+    return [config.heads, config.kv_heads, *([] if config.keys_as_values else [config.kv_heads])]
 
 
 class Llama(Decoder):
@@ -217,7 +276,8 @@ class Llama(Decoder):
             # Zeros: at first the draft sees only the last hidden state.
             zeros = nnx.initializers.zeros_init()
             self.fuse = linear(count * E, E, kernel_init=zeros)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        windows = config.windows or (0,) * config.layers
+        self.blocks = nnx.List([Block(config, window, rngs=rngs) for window in windows])
         self.norm = RMSNorm(E, config.norm_epsilon)
         if config.head_tokens:
             self.head: Any = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
@@ -249,16 +309,20 @@ class Llama(Decoder):
         config = self.config
         if config.features and features_BxNxE is None:
             raise UserError("features_BxNxE=None: this draft needs the features of a target")
-        x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
+        x_BxNxE = self.embed(tokens_BxN).astype(jnp.float32) * config.embed_scale
         if config.features:
             joined_BxNxE = self.join(self.norm_features(self._fused(features_BxNxE)))
             x_BxNxE += joined_BxNxE.astype(jnp.float32)
-        turns_BxNxR = turns(positions_BxN, rotary_frequencies(config))
+        turns = {}
+        for window in set(config.windows) or {0}:
+            kind = config.at(window)
+            turns[window] = rotary.turns(positions_BxN, rotary_frequencies(kind), kind.rope_scale)
 
         def run(index, x_BxNxE, *given):
-            return _run_block(*nnx.split(self.blocks[index]), x_BxNxE, turns_BxNxR, *given)
+            block = self.blocks[index]
+            return _run_block(*nnx.split(block), x_BxNxE, turns[block.window], *given)
 
-        return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers)
+        return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers, config.windows)
 
     def _fused(self, features_BxNxF):
         """Returns features as one hidden state [B, N, E]. Those of width E are returned unchanged."""
@@ -273,7 +337,8 @@ class Llama(Decoder):
     def logits_of(self, x_BxNxE):
         """Returns logits [B, N, V] float32 of the result of `hidden`."""
         head = self.embed.attend if self.head is None else self.head
-        return head(x_BxNxE).astype(jnp.float32)
+        logits, cap = head(x_BxNxE).astype(jnp.float32), self.config.logit_cap
+        return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 @functools.partial(jax.jit, static_argnums=0)

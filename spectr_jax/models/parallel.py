@@ -69,10 +69,12 @@ def laid_out(config: Any, devices: int) -> Any:
             "this mesh"
         )
     kept = {"shards": devices}
-    if config.kv_heads < devices and devices % config.kv_heads == 0:
-        kept["kv_heads"] = devices  # A Transformer has as many as heads, and is refused below.
     sizes = {"heads": config.heads, "mlp": config.mlp, "vocab_size": config.vocab_size}
-    sizes["kv_heads"] = kept.get("kv_heads", config.kv_heads)
+    for name in ("kv_heads", "full_kv_heads"):
+        count = getattr(config, name, 0)
+        if 0 < count < devices and devices % count == 0:
+            kept[name] = devices  # A Transformer has as many as heads, and is refused below.
+        sizes[name] = kept.get(name, count)
     for name, size in sizes.items():
         if size % devices:
             choose = "choose another number of devices, of make_mesh or --model_parallel"
@@ -80,16 +82,22 @@ def laid_out(config: Any, devices: int) -> Any:
     return dataclasses.replace(config, **kept)
 
 
-def order(config: Any, wanted: Any, module: str) -> Int[np.ndarray, " outputs"] | None:
-    """Returns the outputs of a joined matrix in the order of `wanted`; None for other modules.
+def order(config: Any, wanted: Any, name: str) -> Int[np.ndarray, " outputs"] | None:
+    """Returns the outputs of a joined matrix in the order of `wanted`; None for other arrays.
 
     `config` is that of the decoder as published, with `shards=1`; `wanted` is its `laid_out`.
+    `name` is one of `leaves.named_leaves`.
     """
+    module = module_of(name)
     if module == "qkv":
+        layer = int(name.split("/")[1])  # Of blocks/LAYER/qkv.
+        config, wanted = config.of_layer(layer), wanted.of_layer(layer)
         each, D = wanted.kv_heads // config.kv_heads, config.head_width
         keys = config.heads * D + np.arange(config.kv_heads * D).reshape(-1, D)
         keys = np.repeat(keys, each, axis=0).ravel()
-        parts = [np.arange(config.heads * D), keys, keys + config.kv_heads * D]
+        parts = [np.arange(config.heads * D), keys]
+        if not getattr(config, "keys_as_values", False):
+            parts.append(keys + config.kv_heads * D)
     elif module == "gate_up":
         parts = [np.arange(config.mlp), config.mlp + np.arange(config.mlp)]
     else:
@@ -128,7 +136,7 @@ def places(mesh: Mesh, config: Any, wanted: Any, leaves: dict[str, Any]) -> dict
     """
     found = {}
     for name, spec in specs(leaves).items():
-        index = None if config == wanted else order(config, wanted, module_of(name))
+        index = None if config == wanted else order(config, wanted, name)
         found[name] = Place(NamedSharding(mesh, spec), outputs_of(name, leaves), index)
     return found
 

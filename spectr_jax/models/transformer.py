@@ -65,6 +65,10 @@ class TransformerConfig:
     def head_width(self) -> int:
         return self.width // self.heads
 
+    def of_layer(self, layer: int) -> "TransformerConfig":
+        """Returns the config of a layer: all are alike."""
+        return self
+
 
 LADDER = {
     "draft_2m": TransformerConfig(layers=1, width=128, mlp=512, heads=2),

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from spectr_jax.models import bigram, llama, transformer
 from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.formats.tensors import Unread, locations_of, unread
-from spectr_jax.models.leaves import named_leaves, with_leaves
+from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -174,7 +174,7 @@ def load_weights(
     leaves = {}
     for name, array in arrays:
         is_float = jnp.issubdtype(wanted[name].dtype, jnp.floating)
-        leaves[name] = jnp.asarray(array, config.dtype if is_float else None)
+        leaves[name] = jnp.asarray(array, dtype_in(name, config.dtype) if is_float else None)
     return nnx.merge(graphdef, with_leaves(state, leaves)), tokenizer
 
 

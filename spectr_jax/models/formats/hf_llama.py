@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused, save
 from spectr_jax.models.formats.parts import fill, llama_arrays
 from spectr_jax.models.formats.tensors import Unread
-from spectr_jax.models.llama import Llama, LlamaConfig, llama3_divisors
+from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear
+from spectr_jax.models.rotary import llama3_divisors
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import read_json
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
 from spectr_jax.models.formats.tensors import Unread, in_order, joined
-from spectr_jax.models.leaves import named_leaves, with_leaves
+from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -66,7 +66,7 @@ def fill(
     wanted = named_leaves(state)
     for name, leaf in wanted.items():
         if not int8 and jnp.issubdtype(leaf.dtype, jnp.floating):
-            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
+            wanted[name] = jax.ShapeDtypeStruct(leaf.shape, dtype_in(name, dtype))
     places = parallel.places(mesh, shape, laid, wanted) if mesh is not None else {}
     check_memory(source, wanted, mesh, places, "" if int8 else ", or dtype='int8'")
     leaves: dict[str, jax.Array] = {}
@@ -194,7 +194,8 @@ def llama_arrays(
       tensor: returns a tensor of the checkpoint by its name; raises KeyError if there is none.
       names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
         of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
-        has them, also of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`.
+        has them, also of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`, `norm_attended`,
+        `norm_down`, `layer_scale`.
       prefix: precedes the names of a layer; `{}` stands for its index.
       source: named in errors.
 
@@ -210,32 +211,36 @@ def llama_arrays(
                 f"{source!r} lacks {error}, a part of its model; fetch it again"
             ) from error
 
-    keys = config.kv_heads * config.head_width
-    rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}
-    rows |= {f"{name}_bias": count for name, count in rows.items()}
-    rows |= {"gate": config.mlp, "up": config.mlp}
-
     def read_all(layer, *parts):
         """Returns parts that are one array here, after a check of their shapes."""
-        arrays = [read(part, layer) for part in parts]
+        heads, arrays = config.of_layer(layer), [read(part, layer) for part in parts]
+        keys = heads.kv_heads * heads.head_width
+        rows = {"q": heads.heads * heads.head_width, "k": keys, "v": keys}
+        rows |= {"gate": config.mlp, "up": config.mlp}
         for part, array in zip(parts, arrays, strict=True):
-            expected = (rows[part],) if part.endswith("_bias") else (rows[part], config.width)
+            kind, _, bias = part.partition("_")
+            expected = (rows[kind],) if bias else (rows[kind], config.width)
             _check(source, f"{layer}.{part}", array.shape, expected)
         return joined(arrays)
 
     def arrays() -> Iterator[tuple[str, Unread]]:
-        norms = ("norm_attention", "norm_mlp", *(("norm_q", "norm_k") if config.qk_norm else ()))
+        norms = ["norm_attention", "norm_mlp"]
+        norms += ["norm_q", "norm_k"] if config.qk_norm else []
+        norms += ["norm_attended", "norm_down"] if config.post_norms else []
         yield "embed/embedding", read("embed")
         for layer in range(config.layers):
             block = f"blocks/{layer}"
             for norm in norms:
                 yield f"{block}/{norm}/scale", read(norm, layer)
-            yield f"{block}/qkv/kernel", read_all(layer, *"qkv")
+            of_heads = "qk" if config.of_layer(layer).keys_as_values else "qkv"
+            yield f"{block}/qkv/kernel", read_all(layer, *of_heads)
             if config.qkv_bias:
-                yield f"{block}/qkv/bias", read_all(layer, "q_bias", "k_bias", "v_bias")
+                yield f"{block}/qkv/bias", read_all(layer, *(f"{part}_bias" for part in of_heads))
             yield f"{block}/out/kernel", read("out", layer)
             yield f"{block}/gate_up/kernel", read_all(layer, "gate", "up")
             yield f"{block}/down/kernel", read("down", layer)
+            if config.layer_scale:
+                yield f"{block}/layer_scale", read("layer_scale", layer)
         yield "norm/scale", read("norm")
         if not config.tied:
             yield "head/kernel", read("head")

@@ -4,7 +4,6 @@ Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and val
 D head width.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,25 +20,39 @@ SCORES = 2**30
 
 
 def attention(
-    q_BxNxHxD: jax.Array, k_BxTxKxD: jax.Array, v_BxTxKxD: jax.Array, mask_BxNxT: jax.Array
+    q_BxNxHxD: jax.Array,
+    k_BxTxKxD: jax.Array,
+    v_BxTxKxD: jax.Array,
+    mask_BxNxT: jax.Array,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns attention [B, N, H, D] in the dtype of the queries.
 
     Each key and value head serves H / K query heads, in order. Every new token must see at least one slot.
+    With a `cap`, scores s become cap * tanh(s / cap), as in Gemma 2.
     """
-    few = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES
-    if few and k_BxTxKxD.dtype == v_BxTxKxD.dtype and cpu.kernels_multiply(q_BxNxHxD, k_BxTxKxD):
-        return cpu.attention(_heads_first)(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
+    few, kv = q_BxNxHxD.shape[1] <= cpu.MOST_QUERIES, (k_BxTxKxD, v_BxTxKxD)
+    same = k_BxTxKxD.dtype == v_BxTxKxD.dtype
+    if few and not cap and same and cpu.kernels_multiply(q_BxNxHxD, k_BxTxKxD):
+        return cpu.attention(_heads_first)(q_BxNxHxD, *kv, mask_BxNxT)
     if backend.on_cpu():
-        return _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT)
-    attend: Any = functools.partial(jax.nn.dot_product_attention, key=k_BxTxKxD, value=v_BxTxKxD)
+        return _heads_first(q_BxNxHxD, *kv, mask_BxNxT, cap)
     # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
-    if few and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
-        return attend(q_BxNxHxD, mask=mask_BxNxT[:, None], implementation="cudnn")
+    if few and not cap and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
+        return _of_jax(q_BxNxHxD, *kv, mask_BxNxT, implementation="cudnn")
+
+    def attend(q, mask):
+        return _heads_first(q, *kv, mask, cap) if cap else _of_jax(q, *kv, mask)
+
     B, N, H, _ = q_BxNxHxD.shape
     if (blocks := -(-4 * B * N * H * k_BxTxKxD.shape[1] // SCORES)) > 1:
         return _in_blocks(attend, min(blocks, N), q_BxNxHxD, mask_BxNxT)
-    return attend(q_BxNxHxD, mask=mask_BxNxT[:, None])
+    return attend(q_BxNxHxD, mask_BxNxT)
+
+
+def _of_jax(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT, **options: Any) -> jax.Array:
+    mask = mask_BxNxT[:, None]
+    return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask, **options)
 
 
 def _in_blocks(attend: Callable, blocks: int, q_BxNxHxD, mask_BxNxT):
@@ -53,8 +66,7 @@ def _in_blocks(attend: Callable, blocks: int, q_BxNxHxD, mask_BxNxT):
         return jnp.moveaxis(padded.reshape(len(x_BxN), blocks, -1, *x_BxN.shape[2:]), 1, 0)
 
     def of_block(block):
-        q, mask = block
-        return attend(q, mask=mask[:, None])
+        return attend(*block)
 
     mixed = jax.lax.map(of_block, (split(q_BxNxHxD), split(mask_BxNxT)))
     mixed = jnp.moveaxis(mixed, 0, 1)
@@ -67,7 +79,7 @@ def causal(segments_BxN: jax.Array) -> jax.Array:
     return jnp.tril(jnp.ones((N, N), bool)) & (segments_BxN[:, :, None] == segments_BxN[:, None, :])
 
 
-def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
+def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT, cap=0.0):
     """Returns `attention`, with heads before tokens in memory.
 
     XLA's products by head then take half as long on a CPU, forward and backward.
@@ -83,7 +95,9 @@ def _heads_first(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT):
     )
     hidden = jnp.finfo(jnp.float32).min / 2
     visible = jnp.tile(mask_BxNxT[:, None], (1, 1, H // K, 1))
-    weights = jax.nn.softmax(jnp.where(visible, scores / np.sqrt(D), hidden), axis=-1)
+    scores = scores / np.sqrt(D)
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
+    weights = jax.nn.softmax(jnp.where(visible, scores, hidden), axis=-1)
     weights = weights.astype(v_BxTxKxD.dtype)
     mixed = jnp.einsum("bknt,bktd->bknd", weights, v_BxKxTxD, preferred_element_type=jnp.float32)
     return mixed.reshape(B, H, N, D).swapaxes(1, 2).astype(q_BxNxHxD.dtype)

@@ -17,8 +17,13 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        bias = jnp.zeros(self.scale.shape)
-        return _normalized(x, self.scale[...], bias, centered=False, epsilon=self.epsilon)
+        return rms_normalized(x, self.epsilon, self.scale[...])
+
+
+def rms_normalized(x: jax.Array, epsilon: float, scale: jax.Array | float = 1.0) -> jax.Array:
+    """Returns x / rms(x) * scale in float32, over the last axis."""
+    scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), x.shape[-1:])
+    return _normalized(x, scale, jnp.zeros(x.shape[-1:]), centered=False, epsilon=epsilon)
 
 
 class LayerNorm(nnx.Module):

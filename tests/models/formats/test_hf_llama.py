@@ -15,8 +15,9 @@ from flax import nnx
 
 from spectr_jax.models.formats import hf_llama
 from spectr_jax.models.formats.folder import INDEX, WEIGHTS
-from spectr_jax.models.llama import Llama, llama3_divisors
+from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import quantize
+from spectr_jax.models.rotary import llama3_divisors
 from spectr_jax.utils.errors import UserError
 
 LLAMA3_SCALING = (
@@ -78,9 +79,15 @@ def test_bfloat16_weights_in_several_files_load(llamas, folder):
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     (folder / WEIGHTS).unlink()
     read = hf_llama.load_llama(folder, "bfloat16")
-    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(llamas["llama"]))
+
+    def rounded(leaf):
+        """Scales of norms stay in float32; this model has no other vectors."""
+        return leaf.astype(jnp.bfloat16).astype(jnp.bfloat16 if leaf.ndim > 1 else jnp.float32)
+
+    expected = jax.tree.map(rounded, nnx.state(llamas["llama"]))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(read), expected)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(read))} == {jnp.dtype("bfloat16")}
+    for leaf in jax.tree.leaves(nnx.state(read)):
+        assert leaf.dtype == (jnp.bfloat16 if leaf.ndim > 1 else jnp.float32)
 
 
 def test_llama3_and_linear_rotary_scaling_are_read(folder):

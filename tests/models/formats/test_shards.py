@@ -234,7 +234,7 @@ def test_each_device_holds_its_share(one, kind, devices):
     split, each = _values(MODELS[kind], devices)
     assert one["bytes"][f"{kind} float32 {devices}"] == [4 * (split // devices + each)] * 8
     if devices == 4:
-        assert one["bytes"][f"{kind} bfloat16 4"] == [2 * (split // 4 + each)] * 8
+        assert one["bytes"][f"{kind} bfloat16 4"] == [2 * (split // 4) + 4 * each] * 8
 
 
 def test_logits_and_tokens_are_those_of_one_device(one):
