@@ -248,7 +248,7 @@ def _from_file(path: pathlib.Path, dtype: str, mesh: Mesh | None = None) -> Trai
 
 def _from_hugging_face(source: str, dtype: str, mesh: Mesh | None = None) -> Trained:
     from spectr_jax.data import hugging_face
-    from spectr_jax.models.formats import gpt2, hf_llama
+    from spectr_jax.models.formats import gpt2, hf_config, hf_llama
 
     folder = expanded(source)
     if not folder.is_dir():
@@ -258,7 +258,7 @@ def _from_hugging_face(source: str, dtype: str, mesh: Mesh | None = None) -> Tra
             )
         folder = _fetched(source)
     is_gpt2 = read_json(folder / "config.json").get("model_type") == "gpt2"
-    config = (gpt2 if is_gpt2 else hf_llama).read_config(folder)
+    config = (gpt2 if is_gpt2 else hf_config).read_config(folder)
     vocab_size = config["vocab_size"]
     read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
     first_added = hugging_face.first_added(read)

@@ -27,7 +27,10 @@ from spectr_jax.models.layers.norms import RMSNorm, rms_normalized
 from spectr_jax.models.vocabulary import NarrowEmbed, PartialHead
 from spectr_jax.utils.errors import UserError
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS: dict[str, Any] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 """The functions of an MLP's gate by their names in `LlamaConfig`."""
 
 

@@ -84,11 +84,14 @@ def _blended(factor: float, kept_R: np.ndarray) -> tuple[float, ...]:
 def turns(
     positions_BxN: jax.Array, frequencies_R: np.ndarray, scale: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosines and sines [B, N, R] of positions, times `scale`."""
+    """Returns the cosines and sines [B, N, R] of positions, times `scale` for pairs that rotate."""
+    scale_R = np.where(frequencies_R > 0, scale, 1).astype(np.float32)
 
     def of(positions):
         angles = positions[..., None].astype(jnp.float32) * frequencies_R
-        return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+        if scale == 1:
+            return jnp.cos(angles), jnp.sin(angles)
+        return jnp.cos(angles) * scale_R, jnp.sin(angles) * scale_R
 
     if not backend.on_cpu():
         return of(positions_BxN)

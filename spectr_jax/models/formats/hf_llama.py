@@ -1,58 +1,22 @@
 """Reads and writes models of the Llama family in Hugging Face's layout."""
 
-import math
+import dataclasses
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from spectr_jax.models.formats.folder import Folder, check_fields, check_known, refused, save
+from spectr_jax.models.formats.folder import Folder, save
+from spectr_jax.models.formats.hf_config import SHAPE, Shape, read_shape
 from spectr_jax.models.formats.parts import fill, llama_arrays
-from spectr_jax.models.formats.tensors import Unread
+from spectr_jax.models.formats.tensors import Unread, rows_of
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear
-from spectr_jax.models.rotary import llama3_divisors
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import read_json
 
-KNOWN: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama", "mistral", "qwen2", "qwen3"),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (None,),
-}
-"""The supported values of fields."""
-KNOWN_ROPE = {"rope_type": ("default", "linear", "llama3"), "partial_rotary_factor": (1,)}
-SHAPE = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "mlp": "intermediate_size",
-    "heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "context": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-    "kv_heads": "num_key_value_heads",
-    "head_width": "head_dim",
-    "tied": "tie_word_embeddings",
-}
-"""Fields of config.json by those of `LlamaConfig`. It may leave out the last three."""
-FIELDS = {
-    "a positive integer": tuple(set(SHAPE.values()) - {"rms_norm_eps", "tie_word_embeddings"}),
-    "a non-negative number": ("rms_norm_eps",),
-    "true or false": ("tie_word_embeddings", "use_sliding_window"),
-}
-ROPE_NUMBERS = (
-    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    "original_max_position_embeddings",
-)
-DEFAULTS: dict[str, dict[str, int]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
-"""Defaults of transformers for fields missing from config.json; a null is not replaced."""
 NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -64,11 +28,28 @@ NAMES = {
     **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"},
     **{f"norm_{name}": f"self_attn.{name}_norm.weight" for name in "qk"},
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    "layer_scale": "layer_scalar",
 }
 """Hugging Face's names of the parts of a model; `LAYER` precedes those of a layer."""
-LAYER = "model.layers.{}."
-UNUSED = r"lm_head\.weight|.*\.rotary_emb\.inv_freq"
-"""Tensors that are ignored: a head that is tied, and buffers of older versions of transformers."""
+POST_NORMS = {
+    "norm_attended": "post_attention_layernorm.weight",
+    "norm_mlp": "pre_feedforward_layernorm.weight",
+    "norm_down": "post_feedforward_layernorm.weight",
+}
+"""The names in models that have norms after each part too."""
+MODEL, LAYER = "model.", "model.layers.{}."
+STARTS = ("model.language_model.", "language_model.model.", "language_model.")
+"""The beginnings of names that replace `MODEL` in models of text and images."""
+FUSED = re.compile(r"(.*\.)(q|k|v|gate|up)_proj\.weight")
+"""The names of parts that Phi-3 stores joined, as `qkv` and `gate_up`."""
+WRITTEN = (*SHAPE, "rope_theta", "qkv_bias", "qk_norm", "dtype")
+"""The fields of `LlamaConfig` that `save_llama` can write."""
+UNUSED = (
+    r"(.*\.)?lm_head\.weight|.*\.rotary_emb\.inv_freq"
+    r"|(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio).*"
+)
+"""Tensors that are ignored: a head that is tied, buffers of older versions of transformers, and the
+parts for images and sound."""
 
 
 def load_llama(folder: pathlib.Path, dtype: str = "float32", mesh: Mesh | None = None) -> Llama:
@@ -82,16 +63,49 @@ def load_llama(folder: pathlib.Path, dtype: str = "float32", mesh: Mesh | None =
     Raises:
       UserError: a file is missing or damaged, or the model is not supported; or as `fill`.
     """
-    config = llama_config(folder)
-    tensors = Folder(folder)
-
-    def tensor(name: str) -> Unread:
-        return tensors.unread(name).then(lambda rows: np.asarray(rows, np.float32))
-
-    arrays = llama_arrays(config, tensor, NAMES, LAYER, str(folder))
-    model = fill(config, arrays, dtype, source=str(folder), mesh=mesh)
+    shape, tensors = read_shape(folder), Folder(folder)
+    arrays = hf_arrays(shape, tensors, str(folder))
+    model = fill(shape.config, arrays, dtype, source=str(folder), mesh=mesh)
     tensors.check_all_read(UNUSED)
     return model
+
+
+def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str, Unread]]:
+    """Returns an iterator over the arrays of a folder's model, for `fill`; raises as `llama_arrays`."""
+    config, rotated = shape.config, shape.rotated
+    start = next((each for each in STARTS if f"{each}embed_tokens.weight" in tensors), MODEL)
+
+    def tensor(name: str) -> Unread:
+        name = start + name.removeprefix(MODEL) if name.startswith(MODEL) else name
+        joined = FUSED.fullmatch(name) if name not in tensors else None
+        found = tensors.unread(name) if joined is None else _part(config, tensors, *joined.groups())
+        found = found.then(lambda rows: np.asarray(rows, np.float32))
+        if shape.is_gemma and name.endswith("norm.weight"):
+            return found.then(lambda rows: 1 + rows)
+        if rotated < config.head_width and name.endswith(("q_proj.weight", "k_proj.weight")):
+            # `fill` reads whole heads.
+            return found.then(lambda rows: _with_rest_in_halves(rows, config.head_width, rotated))
+        return found
+
+    names = NAMES | (POST_NORMS if config.post_norms else {})
+    return llama_arrays(config, tensor, names, LAYER, source)
+
+
+def _part(config: LlamaConfig, tensors: Folder, before: str, part: str) -> Unread:
+    """Returns a part of a tensor that Phi-3 stores joined; raises as `Folder.unread`."""
+    if part in "qkv":
+        heads = (config.heads, config.kv_heads, config.kv_heads)
+        name, index, sizes = "qkv", "qkv".index(part), [each * config.head_width for each in heads]
+    else:
+        name, index, sizes = "gate_up", int(part == "up"), [config.mlp, config.mlp]
+    return rows_of(tensors.unread(f"{before}{name}_proj.weight"), sum(sizes[:index]), sizes[index])
+
+
+def _with_rest_in_halves(rows: np.ndarray, head_width: int, rotated: int) -> np.ndarray:
+    """Returns the rows of heads with the channels that are not rotated at the end of each half."""
+    halves = np.arange(rotated).reshape(2, -1), np.arange(rotated, head_width).reshape(2, -1)
+    order = np.concatenate(halves, axis=1).ravel()
+    return rows.reshape(-1, head_width, *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
 def save_llama(
@@ -110,11 +124,12 @@ def save_llama(
     """
     config = model.config
     remedy = "cannot be written to a Hugging Face folder; use save_weights"
-    for name in ("embed_rank", "head_tokens", "features", "rope_divisors"):
-        if value := getattr(config, name):
-            raise UserError(f"{name}={value!r:.40}: {remedy}")
     if config.shards > 1:
         raise UserError(f"shards={config.shards}: is split over devices; load it without a mesh")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in WRITTEN and value != field.default:
+            raise UserError(f"{field.name}={value!r:.40}: {remedy}")
     if (config.qkv_bias and config.qk_norm) or isinstance(model.blocks[0].qkv, Int8Linear):
         raise UserError(f"a model with qkv_bias and qk_norm, or an int8 model {remedy}")
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
@@ -162,96 +177,3 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
         for name in norms:
             put(layer, name, getattr(block, name).scale[...])
     return tensors
-
-
-def llama_config(folder: pathlib.Path) -> LlamaConfig:
-    """Returns the shape that config.json gives; raises `UserError` as `read_config`."""
-    given = read_config(folder)
-    heads, width, kind = given["num_attention_heads"], given["hidden_size"], given["model_type"]
-    optional = {"kv_heads": heads, "head_width": width // heads, "tied": False}
-    shape = optional | {ours: given[theirs] for ours, theirs in SHAPE.items() if theirs in given}
-    theta, divisors = _rotary(folder, given, shape["head_width"])
-    return LlamaConfig(
-        **shape,
-        rope_theta=theta,
-        rope_divisors=divisors,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-    )
-
-
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the fields of a model's config.json.
-
-    Raises:
-      UserError: the file is missing, damaged or incomplete, or the model is not supported.
-    """
-    source, given = str(folder), read_json(folder / "config.json")
-    given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
-    given = {name: value for name, value in given.items() if value is not None}
-    check_known(source, {"model_type": None, **given}, KNOWN)
-    check_fields(source, given, FIELDS)
-    if missing := [name for name in tuple(SHAPE.values())[:-3] if name not in given]:
-        raise UserError(f"{source!r} has a config.json without {missing[0]!r}; fetch it again")
-    if given["model_type"] == "mistral" or given.get("use_sliding_window", False):
-        check_fields(source, given, {"a positive integer": ("sliding_window",)})
-        window, context = given.get("sliding_window", math.inf), given["max_position_embeddings"]
-        if window < context:
-            wanted = f"at least max_position_embeddings={context}"
-            raise refused(source, "sliding_window", window, wanted)
-    return given
-
-
-def _rotary(
-    folder: pathlib.Path, given: dict[str, Any], head_width: int
-) -> tuple[float, tuple[float, ...]]:
-    """Returns the base of the rotary positions and their divisors.
-
-    Newer files have both in `rope_parameters`, which some nest by kind of layer. Older ones have the
-    divisors in `rope_scaling`.
-    """
-    source = str(folder)
-
-    def scaling_of(field):
-        if not isinstance(scaling := given.get(field, {}), dict):
-            raise refused(source, field, scaling, "an object")
-        kinds = [value for value in scaling.values() if isinstance(value, dict)]
-        if kinds and (len(kinds) < len(scaling) or any(kind != kinds[0] for kind in kinds)):
-            raise refused(
-                source, field, scaling, "one object, or equal objects for all kinds of layer"
-            )
-        scaling = kinds[0] if kinds else scaling
-        renamed = {"rope_type": scaling.get("type"), **scaling}
-        return {
-            name: value for name, value in renamed.items() if name != "type" and value is not None
-        }
-
-    field = "rope_parameters" if "rope_parameters" in given else "rope_scaling"
-    scaling = scaling_of(field)
-    if any(scaling.get(name) != value for name, value in scaling_of("rope_scaling").items()):
-        wanted = "equal to rope_parameters, or absent"
-        raise refused(source, "rope_scaling", given["rope_scaling"], wanted)
-    if "factor" in scaling and "rope_type" not in scaling:
-        raise refused(source, field, given[field], "an object with a rope_type")
-    outside = {
-        name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given
-    }
-    scaling = {"rope_theta": 10_000.0, "rope_type": "default", **outside, **scaling}
-    check_known(source, scaling, KNOWN_ROPE)
-    check_fields(source, scaling, {"a positive number": ROPE_NUMBERS})
-    kind, theta = scaling["rope_type"], float(scaling["rope_theta"])
-    if kind == "default":
-        return theta, ()
-    try:
-        factor = float(scaling["factor"])
-        if kind == "linear":
-            return theta, (factor,) * (head_width // 2)
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        context = int(scaling["original_max_position_embeddings"])
-    except KeyError as error:
-        raise UserError(f"{source!r} has a {field} without {error}; fetch it again") from error
-    if low >= high:
-        raise refused(source, "low_freq_factor", low, f"below high_freq_factor={high}")
-    return theta, llama3_divisors(
-        theta, head_width, factor=factor, low=low, high=high, context=context
-    )

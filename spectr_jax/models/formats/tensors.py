@@ -68,6 +68,13 @@ def unread(location: Location) -> Unread:
     return Unread(shape, read)
 
 
+def rows_of(array: Unread, first: int, count: int) -> Unread:
+    """Returns `count` rows of an array from row `first`, or fewer if it ends before."""
+    count = max(min(count, array.shape[0] - first), 0)
+    shape = (count, *array.shape[1:])
+    return Unread(shape, lambda start, stop: array.read(first + start, first + stop))
+
+
 def joined(parts: Sequence[Unread]) -> Unread:
     """Returns the rows of `parts`, one after another."""
     ends = np.cumsum([part.shape[0] for part in parts]).tolist()
