@@ -10,29 +10,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spectr_jax import generate, get_method
+from spectr_jax import check_model, generate, get_method, load
 from spectr_jax.decoding import Policy
-from spectr_jax.models.cache import keep
 from spectr_jax.models.formats import hf_llama
-from spectr_jax.testing import check_model
 
 ROOT = pathlib.Path(__file__).parents[3]
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "dev" / "references.py"))
-NAMES = sorted(SCRIPT["MODELS"])
+REFERENCES = runpy.run_path(str(ROOT / "scripts" / "dev" / "references.py"))
+NAMES, WITH_TOKENIZER = sorted(REFERENCES["MODELS"]), "gemma3_with_tokenizer"
+GREEDY = Policy(temperature=0.0)
 
 
-def written(name: str, folder: pathlib.Path, field: str = "config"):
-    """Writes a model's folder, and returns its recorded outputs."""
-    recorded = np.load(SCRIPT["FOLDER"] / f"{name}.npz")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(str(recorded[field]))
-    shapes = json.loads(str(recorded["shapes"]))
-    tensors = {each: SCRIPT["weight"](each, tuple(shape)) for each, shape in shapes.items()}
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return recorded
-
-
-def whole(model, tokens) -> np.ndarray:
+def logits(model, tokens) -> np.ndarray:
     """Returns the logits [N, V] of one call on a sequence."""
     N = len(tokens)
     positions, visible = jnp.arange(N)[None], jnp.tri(N, dtype=bool)[None]
@@ -40,9 +28,71 @@ def whole(model, tokens) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    """The prompt is longer than the windows. The files of older and newer versions differ."""
     for field in ("config", "newer_config"):
-        recorded = written(name, tmp_path / field, field)
+        recorded = REFERENCES["write"](name, tmp_path / field, field)
         model = hf_llama.load_llama(tmp_path / field)
-        ours = whole(model, SCRIPT["prompt"](model.vocab_size))
-        np.testing.assert_allclose(ours, recorded["logits"], atol=1e-4, rtol=0)
+        tokens = REFERENCES["prompt"](model.vocab_size)
+        np.testing.assert_allclose(logits(model, tokens), recorded["logits"], atol=1e-4, rtol=0)
+    for method in ("baseline", "spectr"):
+        method = get_method(method, **({} if method == "baseline" else {"k": 2, "length": 3}))
+        draft = None if method.name == "baseline" else model
+        given = jax.random.key(0), method, model, draft, tokens[None], [len(tokens)], 12
+        out = generate(*given, policy=GREEDY)
+        np.testing.assert_array_equal(
+            out.tokens[0, len(tokens) : len(tokens) + 12], recorded["greedy"]
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_follow_the_protocol(name, tmp_path):
+    """Trees and cached decoding equal whole sequences, which are longer than the windows."""
+    REFERENCES["write"](name, tmp_path)
+    check_model(hf_llama.load_llama(tmp_path), layers=2)
+
+
+def test_text_and_chats_are_those_of_transformers(tmp_path):
+    recorded = REFERENCES["write"](WITH_TOKENIZER, tmp_path)
+    model = load(f"hf:{tmp_path}", "float32")
+    prompts, texts, tokens = (json.loads(str(recorded[x])) for x in ("prompts", "texts", "tokens"))
+    assert len(set(texts)) == len(prompts) == 20
+    assert [model.tokenizer.prompt(prompt) for prompt in prompts] == tokens
+    chat = model.tokenizer.chat([{"role": "user", "content": prompts[0]}])
+    assert chat == json.loads(str(recorded["chat"]))
+    assert model.tokenizer.eos == (1, 5)
+    lengths = [len(each) for each in tokens]
+    padded = np.zeros((20, max(lengths)), int)
+    for row, each in zip(padded, tokens, strict=True):
+        row[: len(each)] = each
+    method = get_method("otm_block", tree="2,1")
+    out = generate(jax.random.key(0), method, model, model, padded, lengths, 12, policy=GREEDY)
+    for row, length, text in zip(np.asarray(out.tokens), lengths, texts, strict=True):
+        assert model.tokenizer.decode(row[length : length + 12]) == text
+
+
+@pytest.mark.parametrize("start", ["model.language_model.", "language_model.model."])
+def test_models_of_text_and_images_load_as_their_text_model(start, tmp_path):
+    """Their config.json nests that of the text model, and their vision parts are ignored."""
+    recorded = REFERENCES["write"]("gemma3", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    outside = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 5]}
+    (tmp_path / "config.json").write_text(json.dumps(outside))
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    nested = {start + name.removeprefix("model."): array for name, array in tensors.items()}
+    nested["vision_tower.patch.weight"] = np.ones((2, 2), np.float32)
+    safetensors.numpy.save_file(nested, file)
+    model = hf_llama.load_llama(tmp_path)
+    tokens = REFERENCES["prompt"](model.vocab_size)
+    np.testing.assert_allclose(logits(model, tokens), recorded["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("int8", 0.15)])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4"])
+def test_other_precisions_are_near(name, dtype, tolerance, tmp_path):
+    recorded = REFERENCES["write"](name, tmp_path)
+    model = hf_llama.load_llama(tmp_path, dtype)
+    tokens, wanted = REFERENCES["prompt"](model.vocab_size), recorded["logits"]
+    error = logits(model, tokens) - wanted
+    assert np.sqrt(np.mean(error**2)) < tolerance * np.std(wanted)
