@@ -45,7 +45,7 @@ LONG = {
     "rope_theta": 10_000.0,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "gemma": {"model_type": "gemma", **GEMMA, "tie_word_embeddings": True},
+    "gemma": {"model_type": "gemma", **SMALL, "tie_word_embeddings": True},
     "gemma2": {
         "model_type": "gemma2",
         **GEMMA,
