@@ -62,8 +62,9 @@ def load(
         a .safetensors file (or FOLDER/NAME for a model in parts) next to its tokenizer.model;
         a training workdir: its newest checkpoint, or with `@best` appended the best one on held-out
         sentences;
-        `hf:FOLDER` or `hf:NAME` for a GPT-2 or Llama model in Hugging Face's layout or on its hub;
-        `gguf:FILE` for a GGUF file of the Llama family;
+        `hf:FOLDER` or `hf:NAME` for a GPT-2, Llama, Mistral, Qwen, Phi-3 or Gemma model in Hugging
+        Face's layout or on its hub;
+        `gguf:FILE` for a GGUF file of the Llama family or Gemma;
         `random:NAME` for a shape of the ladder with random weights, for timing;
         `PREFIX:NAME` for a prefix of your own (`register_loader`).
       dtype: "float32" or "bfloat16" for parameters and products, or "int8" for `models.quantized`,

@@ -36,6 +36,19 @@ METHODS = {
 """A method for each verifier, and for the race."""
 
 
+GEMMA = {
+    "windows": (3, 0),
+    "window_rope_theta": 100.0,
+    "full_kv_heads": 1,
+    "full_head_width": 16,
+    "attention_cap": 2.0,
+    **dict.fromkeys(
+        ("tied", "qk_norm", "value_norm", "keys_as_values", "post_norms", "layer_scale"), True
+    ),
+}
+"""The fields in which Gemma 2 to 4 differ."""
+
+
 def llama(seed: int, **changes) -> Llama:
     shape = {"layers": 2, "width": 32, "mlp": 64, "heads": 8, "kv_heads": 2, "head_width": 8}
     config = LlamaConfig(**shape | {"vocab_size": VOCAB, "context": 64} | changes)
@@ -116,6 +129,7 @@ def logits(shapes: list[list[int]]) -> dict[str, float]:
     family = {
         "llama": llama(0, vocab_size=64),
         "qwen": llama(0, vocab_size=64, qk_norm=True, qkv_bias=True),
+        "gemma": llama(0, vocab_size=64, **GEMMA),
         "transformer": Transformer(transformer, rngs=nnx.Rngs(0)),
         "gpt2": Transformer(
             dataclasses.replace(transformer, learned_positions=True, attention_bias=True),

@@ -12,6 +12,7 @@ from spectr_jax import check_model
 from spectr_jax.models.llama import Llama, LlamaConfig, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
 from spectr_jax.models.rotary import llama3_divisors
+from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.utils.errors import UserError
 
 SHAPE = LlamaConfig(
@@ -195,5 +196,32 @@ def test_llama3_rotary_frequencies_follow_the_published_rule():
     ],
 )
 def test_inconsistent_shapes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SHAPE, **change)
+
+
+def test_a_stored_decoder_keeps_windows_and_pairs_that_do_not_rotate(tmp_path):
+    changes = {"windows": (3, 0), "rope_divisors": (1.0, 2.0, np.inf, np.inf), "post_norms": True}
+    model = random_model(dataclasses.replace(SHAPE, **changes, window_rope_theta=100.0))
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), nnx.state(model))
+    nnx.update(model, rounded)
+    save_weights(tmp_path / "model", model, b"pieces", {})
+    loaded, _ = load_weights(tmp_path / "model")
+    assert loaded.config == model.config
+    tokens = np.arange(10)[None]
+    np.testing.assert_array_equal(logits(loaded, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"windows": (4,)}, r"windows=\(4,\): must be 2 numbers of tokens"),
+        ({"windows": (4, -1)}, r"windows=\(4, -1\): must be 2 numbers of tokens"),
+        ({"activation": "relu"}, "activation='relu': must be silu or gelu_tanh"),
+        ({"windows": (4, 0), "full_kv_heads": 4}, "heads=6: must be a multiple of kv_heads=4"),
+        ({"windows": (4, 0), "full_head_width": 7}, "head_width=7: must be even"),
+    ],
+)
+def test_inconsistent_fields_of_gemma_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(SHAPE, **change)
