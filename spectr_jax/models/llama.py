@@ -220,14 +220,16 @@ class Block(nnx.Module):
         )
         if self.norm_attended is not None:
             attended_BxNxE = self.norm_attended(attended_BxNxE)
-        x_BxNxE = x_BxNxE + attended_BxNxE
+        return self._mlp(x_BxNxE + attended_BxNxE), rows
+
+    def _mlp(self, x_BxNxE):
         joined = self.gate_up(self.norm_mlp(x_BxNxE))
         gate_BxNxF, up_BxNxF = parted(joined, self.config.shards, [1, 1])
         down_BxNxE = self.down(ACTIVATIONS[self.config.activation](gate_BxNxF) * up_BxNxF)
         if self.norm_down is not None:
             down_BxNxE = self.norm_down(down_BxNxE)
         x_BxNxE = x_BxNxE + down_BxNxE
-        return x_BxNxE if self.layer_scale is None else x_BxNxE * self.layer_scale[...], rows
+        return x_BxNxE if self.layer_scale is None else x_BxNxE * self.layer_scale[...]
 
     def _attend(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
         config = self.config.at(self.window)
