@@ -163,9 +163,9 @@ def llama_tensors(model: Llama) -> dict[str, np.ndarray]:
     return tensors
 
 
-def llama_config(folder: pathlib.Path) -> LlamaConfig:
-    """Returns the shape that config.json gives; raises `UserError` as `read_config`."""
-    given = read_config(folder)
+def llama_config(folder: pathlib.Path, given: dict[str, Any] | None = None) -> LlamaConfig:
+    """Returns the shape that config.json gives; takes and raises what `read_config` does."""
+    given = read_config(folder, given)
     heads, width, kind = given["num_attention_heads"], given["hidden_size"], given["model_type"]
     optional = {"kv_heads": heads, "head_width": width // heads, "tied": False}
     shape = optional | {ours: given[theirs] for ours, theirs in SHAPE.items() if theirs in given}
@@ -179,13 +179,17 @@ def llama_config(folder: pathlib.Path) -> LlamaConfig:
     )
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the fields of a model's config.json.
+
+    Args:
+      folder: of the model.
+      given: fields to be taken instead of those of the file; None for the file's.
 
     Raises:
       UserError: the file is missing, damaged or incomplete, or the model is not supported.
     """
-    source, given = str(folder), read_json(folder / "config.json")
+    source, given = str(folder), given or read_json(folder / "config.json")
     given = {**DEFAULTS.get(str(given.get("model_type")), {}), **given}
     given = {name: value for name, value in given.items() if value is not None}
     check_known(source, {"model_type": None, **given}, KNOWN)
