@@ -1,5 +1,7 @@
 """Records small EAGLE-3 heads and their outputs in tests/references, from the library speculators.
 
+It also records a file of PyTorch, in which heads may be published.
+
     REFERENCES/bin/python scripts/dev/eagle3_references.py
 
 Run it in an environment of its own with speculators 0.9 and torch for CPUs, which no test needs.
@@ -25,13 +27,23 @@ from weights import weight  # noqa: E402
 
 TOKENS, STEPS, VOCABULARY = 10, 3, 60
 SHAPE = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8},
-    **{"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY},
-    **{"max_position_embeddings": 128, "attn_implementation": "eager"},
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
 }
 ROPE = {
-    **{"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0},
-    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 HEADS = {
     "llama": (LlamaConfig(**SHAPE, rope_parameters=ROPE), {}),
@@ -46,6 +58,12 @@ HEADS = {
 
 
 def main() -> None:
+    numbers = torch.arange(12).reshape(4, 3)
+    kinds = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
+    tensors = {kind: numbers.to(getattr(torch, kind)) for kind in kinds}
+    tensors |= {"rows": tensors["float32"][1:3], "one": torch.tensor(3.0)}
+    tensors["parameter"] = torch.nn.Parameter(tensors["float32"])
+    torch.save(tensors, FOLDER / "tensors.bin")
     for name, (layer, fields) in HEADS.items():
         verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
         methods = [GreedyTokenProposalConfig(speculative_tokens=STEPS)]

@@ -174,16 +174,21 @@ class Eagle3(Decoder):
         pending=0,
         *,
         layers=None,
-        features_BxNxE=None,
+        also=(),
+        **inputs,
     ):
-        """Returns the features [B, N, E] of new tokens for deeper drafts, and the cache.
+        """Returns the features [B, N, E] that drafts after the new tokens read, and the cache.
 
-        `features_BxNxE` are those of the token before each new token: the target's, [B, N, F], or
-        the head's own. The other arguments are those of `Model.extend`.
-
-        Raises:
-          UserError: no features are given.
+        See `SeesFeatures`; the features given are the target's, [B, N, F], or the head's own.
         """
+        outputs, cache = self._run(
+            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, **inputs
+        )
+        return self.norm(outputs[-1]) if self.config.norm_output else outputs[-1], cache
+
+    def _run(
+        self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, features_BxNxE=None
+    ):
         if features_BxNxE is None:
             raise UserError("features_BxNxE=None: this draft needs the features of a target")
         embedded_BxNxE = self.embed(tokens_BxN).astype(jnp.float32)
@@ -194,8 +199,7 @@ class Eagle3(Decoder):
             seen = _without_first(mask_BxNxT, positions_BxN, cache is not None)
             return self.blocks[index](x, turns_BxNxR, seen, *given)
 
-        outputs, cache = self._run_blocks(run, x_BxNx2E, visible_BxNxM, cache, pending, layers)
-        return self.norm(outputs[-1]) if self.config.norm_output else outputs[-1], cache
+        return self._run_blocks(run, x_BxNx2E, visible_BxNxM, cache, pending, layers)
 
     def _fused(self, features_BxNxF):
         """Returns features as one state [B, N, E]. The head's own are returned unchanged."""

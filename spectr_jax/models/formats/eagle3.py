@@ -141,7 +141,7 @@ def _config(
     layers = 1 + max(int(index[1]) for index in indices if index)
     fields = {**layer, "num_hidden_layers": layers, "tie_word_embeddings": False}
     shape = llama_config(folder, fields | {"model_type": kind})
-    flags = {ours: bool(given.get(name)) for name, ours in FLAGS.items()}
+    flags: dict[str, Any] = {ours: bool(given.get(name)) for name, ours in FLAGS.items()}
     if flags["norm_joined"] and flags["norm_each"]:
         raise refused(source, "fc_norm", True, "false with norm_before_fc")
     scored = given.get("draft_vocab_size") or scored
@@ -174,7 +174,7 @@ def _layers(source: str, given: dict[str, Any], eagle: dict[str, Any]) -> tuple[
 def _tokens(source: str, config: Eagle3Config, offsets: np.ndarray) -> np.ndarray:
     """Returns the tokens that a head scores; `offsets` say how far each is from its index."""
     tokens = np.arange(len(offsets)) + offsets
-    within = len(tokens) and 0 <= tokens.min() and tokens.max() < config.vocab_size
+    within = len(tokens) and tokens.min() >= 0 and tokens.max() < config.vocab_size
     if not within or len(np.unique(tokens)) < len(tokens) or len(tokens) != config.head_tokens:
         raise UserError(
             f"{source!r}: {MAP!r} must name {config.head_tokens} different tokens of "

@@ -18,8 +18,13 @@ from spectr_jax.models.formats.tensors import Location
 from spectr_jax.utils.files import check_fetched
 
 STORAGES = {
-    **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BoolStorage": "BOOL"},
-    **{"BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32"},
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "BoolStorage": "BOOL",
 }
 """Dtypes of storages, by safetensors' names."""
 
@@ -70,6 +75,8 @@ def locations_of(file: pathlib.Path) -> dict[str, Location]:
         with zipfile.ZipFile(file) as archive, file.open("rb") as opened:
             starts = {}
             for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is compressed")
                 opened.seek(entry.header_offset + 26)  # The lengths of the name and of padding.
                 lengths = np.frombuffer(opened.read(4), "<u2")
                 starts[entry.filename.rpartition("/")[2]] = opened.tell() + int(lengths.sum())
