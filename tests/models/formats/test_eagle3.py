@@ -1,25 +1,16 @@
 """Tests EAGLE-3 heads: recorded outputs of speculators, four layouts of one head, refused heads."""
 
-import io
-import json
 import pathlib
-import pickle
 import runpy
-import sys
 import types
-import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from flax import nnx
 
-from spectr_jax.decoding import get_method
-from spectr_jax.decoding.generate import generate
-from spectr_jax.loading.by_name import Trained, load
-from spectr_jax.loading.pairs import fitted
+from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.eagle3 import load_eagle3
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig, rotary_frequencies, turns
@@ -27,35 +18,12 @@ from spectr_jax.models.quantized import quantize
 from spectr_jax.utils.errors import UserError
 
 REFERENCES = pathlib.Path(__file__).parents[2] / "references"
-weight = runpy.run_path(str(REFERENCES / "weights.py"))["weight"]
+heads = types.SimpleNamespace(**runpy.run_path(str(REFERENCES / "heads.py")))
+weight, recorded, written, IDS = heads.weight, heads.recorded, heads.written, heads.IDS
 HEADS = ("llama", "qwen3", "fc_norm", "whole")
-WIDTH, VOCABULARY = 32, 60
-
-
-def recorded(name):
-    """Returns the config, the tensors and the recorded outputs of a head."""
-    description = json.loads((REFERENCES / f"eagle3_{name}.json").read_text())
-    arrays = dict(np.load(REFERENCES / f"eagle3_{name}.npz"))
-    shapes = {name: tuple(shape) for name, shape in description["shapes"].items()}
-    tensors = {name: weight(name, shape) for name, shape in shapes.items()}
-    if "d2t" in tensors:
-        kept = np.arange(len(arrays["d2t"])) + arrays["d2t"]
-        tensors |= {"d2t": arrays["d2t"], "t2d": np.isin(np.arange(VOCABULARY), kept)}
-    return description["config"], tensors, arrays["logits"]
-
-
-def written(folder, config, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def target_of(layers=7, seed=0, **changes):
-    shape = {"width": WIDTH, "mlp": 48, "heads": 4, "kv_heads": 2, "head_width": 8}
-    config = LlamaConfig(layers=layers, **shape | {"vocab_size": VOCABULARY} | changes, context=128)
-    model = Llama(config, rngs=nnx.Rngs(seed))
-    return Trained("target", model, types.SimpleNamespace(vocabulary="its own"))
+WIDTH, VOCABULARY = 32, heads.VOCABULARY
+SHAPE = {"width": WIDTH, "mlp": 48, "heads": 4, "kv_heads": 2, "head_width": 8}
+TARGET = LlamaConfig(layers=9, **SHAPE, vocab_size=VOCABULARY, context=128)
 
 
 def ours(model, steps, tokens, features):
@@ -174,128 +142,6 @@ def test_logits_equal_those_of_speculators(name, tmp_path):
     assert np.isneginf(np.delete(logits, kept, axis=-1)).all()
 
 
-def _write_pickled(path, tensors):
-    """Writes arrays as PyTorch does: a pickle that names functions of PyTorch, and storages."""
-    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
-    torch.FloatStorage = type("FloatStorage", (), {"__module__": "torch"})
-    torch.LongStorage = type("LongStorage", (), {"__module__": "torch"})
-    torch.BoolStorage = type("BoolStorage", (), {"__module__": "torch"})
-
-    def _rebuild_tensor_v2(*_):
-        """Stands for the function of PyTorch."""
-
-    _rebuild_tensor_v2.__module__, _rebuild_tensor_v2.__qualname__ = (
-        "torch._utils",
-        "_rebuild_tensor_v2",
-    )
-    utils._rebuild_tensor_v2 = _rebuild_tensor_v2
-    kinds = {"f": torch.FloatStorage, "i": torch.LongStorage, "b": torch.BoolStorage}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj):
-            return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
-
-        def reducer_override(self, obj):
-            if not isinstance(obj, np.ndarray):
-                return NotImplemented
-            key = next(name for name, array in tensors.items() if array is obj)
-            storage = ("storage", kinds[obj.dtype.kind], key, "cpu", obj.size)
-            strides = tuple(stride // obj.itemsize for stride in obj.strides)
-            return _rebuild_tensor_v2, (storage, 0, obj.shape, strides, False, {})
-
-    with pytest.MonkeyPatch.context() as patch, zipfile.ZipFile(path, "w") as archive:
-        patch.setitem(sys.modules, "torch", torch)
-        patch.setitem(sys.modules, "torch._utils", utils)
-        listing = io.BytesIO()
-        Pickler(listing, 2).dump(tensors)
-        archive.writestr("head/data.pkl", listing.getvalue())
-        for name, array in tensors.items():
-            archive.writestr(f"head/data/{name}", array.tobytes())
-
-
-IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.fixture
-def layouts(tmp_path):
-    """Returns the folders of one head in the layouts of its publishers."""
-    config, tensors, _ = recorded("llama")
-    layer, draft = config["transformer_layer_config"], {"draft_vocab_size": 24}
-    scaling = dict(layer["rope_parameters"])
-    old = {
-        name: value
-        for name, value in layer.items()
-        if name not in ("rope_parameters", "layer_types")
-    }
-    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-    flat = {
-        name.replace("layers.0.", "midlayer."): array
-        for name, array in tensors.items()
-        if not name.startswith("verifier")
-    }
-    without = {name: array for name, array in flat.items() if name != "embed_tokens.weight"}
-    authors = written(
-        tmp_path / "authors",
-        old | draft | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
-        {},
-    )
-    (authors / "model.safetensors").unlink()
-    _write_pickled(authors / "pytorch_model.bin", without)
-    order = np.random.default_rng(1).permutation(
-        24
-    )  # Any order of the head's tokens is the same head.
-    kept = np.arange(24) + tensors["d2t"]
-    mixed = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": kept[order] - np.arange(24)}
-    return {
-        "authors": authors,
-        "angelslim": written(
-            tmp_path / "angelslim",
-            old
-            | draft
-            | {
-                "architectures": ["Eagle3LlamaForCausalLM"],
-                "target_model_type": "qwen3",
-                "tie_word_embeddings": True,
-            },
-            flat | mixed,
-        ),
-        "specforge": written(
-            tmp_path / "specforge",
-            {name: value for name, value in layer.items() if name != "layer_types"}
-            | draft
-            | {
-                "architectures": ["LlamaForCausalLMEagle3"],
-                "model_type": "phi3",
-                "eagle_config": {IDS: [1, 2, 3]},
-            },
-            {f"model.{name}": array for name, array in without.items()},
-        ),
-        "speculators": written(tmp_path / "speculators", config | {IDS: [2, 3, 4]}, tensors),
-    }
-
-
-def test_layouts_of_one_head_have_the_same_logits_and_tokens(layouts):
-    target = target_of()
-    target.model.embed.embedding[...] = recorded("llama")[1]["embed_tokens.weight"]
-    prompts, method = (
-        np.array([[3, 1, 4, 1, 5], [2, 7, 1, 0, 0]]),
-        get_method("otm_block", tree="2,2,1"),
-    )
-    found = {}
-    for name, folder in layouts.items():
-        head = fitted(load(f"eagle3:{folder}", "float32"), target)
-        assert head.model.feature_layers == (2, 3, 4)
-        assert head.model.context == 128
-        made = generate(jax.random.key(0), method, target, head, prompts, np.array([5, 3]), 20)
-        found[name] = nnx.state(head.model), np.asarray(made.tokens), np.asarray(made.target_calls)
-        if name in ("authors", "specforge"):
-            embeds = (model.embed.embedding[...] for model in (head.model, target.model))
-            assert len({embed.unsafe_buffer_pointer() for embed in embeds}) == 1
-    assert found["authors"][2].max() < 20
-    for name in layouts:
-        jax.tree.map(np.testing.assert_array_equal, found[name], found["authors"])
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -310,13 +156,13 @@ def test_layouts_of_one_head_have_the_same_logits_and_tokens(layouts):
 def test_layers_are_those_of_the_target_from_1(tmp_path, fields, expected):
     config, tensors, _ = recorded("llama")
     head = load_eagle3(written(tmp_path, config | {IDS: None} | fields, tensors))
-    assert head.completed(target_of(layers=9).model).feature_layers == expected
+    assert head.completed(Llama(TARGET, rngs=nnx.Rngs(0))).feature_layers == expected
 
 
 def test_a_head_reads_the_layers_of_its_target_and_not_its_last_state(tmp_path):
     """The default layers of a target are the states before its layers 2, L // 2 and L - 3, from 0."""
     config, tensors, _ = recorded("llama")
-    target = target_of(layers=9).model
+    target = Llama(TARGET, rngs=nnx.Rngs(0))
     head = load_eagle3(written(tmp_path, config, tensors)).completed(target)
     tokens = jnp.arange(6)[None]
     place = tokens, jnp.arange(6)[None], causal(jnp.zeros((1, 6)))
@@ -420,40 +266,3 @@ def test_heads_with_other_tensors_are_refused(tmp_path, changed, message):
     with pytest.raises(UserError, match=message) as error:
         load_eagle3(written(tmp_path, config, tensors))
     assert "\n" not in str(error.value)
-
-
-def test_heads_of_other_targets_are_refused_before_anything_is_compiled(
-    tmp_path, layouts, count_compilations
-):
-    head, wide = load(f"eagle3:{layouts['authors']}", "float32"), target_of(width=24)
-    config, tensors, _ = recorded("llama")
-    names = config | {IDS: [2, 4, 9]}
-    deep = load(f"eagle3:{written(tmp_path / 'deep', names, tensors)}", "float32")
-    narrow_config = config | {"target_hidden_size": 24}
-    fused = {"fc.weight": tensors["fc.weight"][:, : 3 * 24]}
-    bare = {
-        name: array for name, array in (tensors | fused).items() if name != "embed_tokens.weight"
-    }
-    narrow = load(f"eagle3:{written(tmp_path / 'narrow', narrow_config, bare)}", "float32")
-    targets = [wide, target_of(layers=6), target_of(vocab_size=64), target_of(), wide]
-    heads = [head, head, head, deep, narrow]
-    errors = [
-        "sees 32 features of its target, and 'target' shows 24",
-        r"sees layers \(2, 3, 3\), but this target has 6",
-        "have 60 and 64 tokens",
-        r"sees layers \(2, 4, 9\), but this target has 7",
-        "of width 32 without an embedding, and this target has none of that width",
-    ]
-    with count_compilations() as compiled:
-        for target, draft, message in zip(targets, heads, errors, strict=True):
-            with pytest.raises(UserError, match=message) as error:
-                fitted(draft, target)
-            assert "\n" not in str(error.value)
-    assert not compiled
-    with pytest.raises(UserError, match="takes its embedding from its target; load both with"):
-        generate(jax.random.key(0), get_method("block"), target_of(), head, [[1]], [1], 2)
-    own = load(f"eagle3:{layouts['angelslim']}", "float32")
-    with pytest.raises(UserError, match="takes the layers that it sees from its target"):
-        generate(jax.random.key(0), get_method("block"), target_of(), own, [[1]], [1], 2)
-    with pytest.raises(UserError, match="no folder '/nowhere'; give eagle3:"):
-        load("eagle3:/nowhere")
