@@ -264,6 +264,7 @@ CASES = [
         f"--format=llama --model={EAGLE}",
         f"--model={EAGLE}: is a draft that was trained for its target, without a tokenizer",
     ),
+    (SAMPLE, "--draft=eagle3:/nowhere", "no folder '/nowhere'; give eagle3: and the folder"),
     (SAMPLE, "--chat", "--chat needs a chat template, and 'draft_20m' has none; leave --chat out"),
     (
         SAMPLE,

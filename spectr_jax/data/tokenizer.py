@@ -152,11 +152,15 @@ def checked_text(text: str) -> str:
     return text
 
 
+UNKNOWN = ""
+"""The `vocabulary` of a draft of which only the number of tokens is known."""
+
+
 class VocabularyOf(AnyTokenizer):
     """The vocabulary of a draft that was trained for a target, without a tokenizer."""
 
     bos = eos = vocab_size = 0
-    vocabulary = ""
+    vocabulary = UNKNOWN
 
     def __init__(self, name: str, vocabulary: str, vocab_size: int):
         self._name, self.vocabulary, self.vocab_size = name, vocabulary, vocab_size

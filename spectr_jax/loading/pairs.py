@@ -3,13 +3,14 @@
 import numpy as np
 from jax.sharding import Mesh
 
-from spectr_jax.data.tokenizer import VocabularyOf
+from spectr_jax.data.tokenizer import UNKNOWN, VocabularyOf
 from spectr_jax.loading.by_name import Trained, load
 from spectr_jax.models import parallel
 from spectr_jax.models.base import features_seen, features_shown
 from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.utils.errors import UserError
 
+REMEDY = "give the target that it was trained for, or another draft"
 SHARED = 0.95
 """Least share of the smaller vocabulary that a pair has in common. Unrelated ones share ~0."""
 
@@ -26,19 +27,23 @@ def load_pair(
     """
     loaded_target = load_alone(target, dtype, mesh)
     return loaded_target, [
-        fitted(load_draft(draft, dtype, mesh), loaded_target) for draft in drafts
+        fitted(load_draft(draft, dtype, mesh, loaded_target), loaded_target) for draft in drafts
     ]
 
 
-def load_draft(spec: str, dtype: str | None, mesh: Mesh | None = None) -> Trained:
+def load_draft(
+    spec: str, dtype: str | None, mesh: Mesh | None = None, target: Trained | None = None
+) -> Trained:
     """Returns a draft, as `load`; on a mesh it is placed by `parallel.draft_on_mesh`.
 
-    It is read whole on one device first.
+    It is read whole on one device first. An EAGLE-3 head is `completed` with the parts of `target`.
 
     Raises:
-      UserError: as `load`.
+      UserError: as `load` and `completed`.
     """
     trained = load(spec, dtype)
+    if target is not None:
+        trained = completed(trained, target)
     if mesh is None:
         return trained
     return trained._replace(model=parallel.draft_on_mesh(mesh, trained.model).merge())
@@ -71,8 +76,24 @@ def load_callable(spec: str, dtype: str | None = None, mesh: Mesh | None = None)
     return trained
 
 
+def completed(draft: Trained, target: Trained) -> Trained:
+    """Returns `draft` with the parts that it takes from `target` (`Eagle3.completed`).
+
+    Raises:
+      UserError: the draft sees features that the target does not show, or the target lacks a part.
+    """
+    seen, shown = features_seen(draft.model), features_shown(target.model)
+    if seen not in (0, shown):
+        raise UserError(
+            f"draft {draft.name!r} sees {seen} features of its target, and {target.name!r} shows "
+            f"{shown}; {REMEDY}"
+        )
+    complete = getattr(draft.model, "completed", None)
+    return draft if complete is None else draft._replace(model=complete(target.model))
+
+
 def fitted(draft: Trained, target: Trained) -> Trained:
-    """Returns `draft` adapted to draft for `target`.
+    """Returns `draft` adapted to draft for `target`, and `completed`.
 
     With equal vocabularies it is returned unchanged. If they differ by added or padded tokens only,
     as in a family of models, it drafts the tokens that both have (token-level intersection: Timor
@@ -82,15 +103,9 @@ def fitted(draft: Trained, target: Trained) -> Trained:
       UserError: the vocabularies share less than 95 % of their tokens, or the draft sees features
         that the target does not show.
     """
-    seen, shown = features_seen(draft.model), features_shown(target.model)
-    remedy = "give the target that it was trained for, or another draft"
-    if seen not in (0, shown):
-        raise UserError(
-            f"draft {draft.name!r} sees {seen} features of its target, and {target.name!r} shows "
-            f"{shown}; {remedy}"
-        )
+    draft = completed(draft, target)
     sizes = draft.model.vocab_size, target.model.vocab_size
-    if draft.tokenizer.vocabulary == target.tokenizer.vocabulary:
+    if draft.tokenizer.vocabulary in (UNKNOWN, target.tokenizer.vocabulary):
         if sizes[0] == sizes[1]:
             return draft
         shared = np.arange(sizes[1]) < min(sizes)
@@ -98,10 +113,10 @@ def fitted(draft: Trained, target: Trained) -> Trained:
         shared = np.zeros(sizes[1], bool)
         same = _same_tokens(draft, target)[: min(sizes)]
         shared[: len(same)] = same
-    if seen:
+    if features_seen(draft.model):
         raise UserError(
-            f"draft {draft.name!r} sees the features of another target than {target.name!r}; "
-            f"{remedy}"
+            f"draft {draft.name!r} sees the features of another target than {target.name!r}: they "
+            f"have {sizes[0]} and {sizes[1]} tokens; {REMEDY}"
         )
     return draft._replace(model=SharedTokens(draft.model, shared))
 

@@ -16,6 +16,7 @@ from spectr_jax.decoding import get_method, stream
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.models import parallel
+from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
@@ -224,6 +225,32 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
         new = [token for step in steps for token in step.tokens]
         alone = generate(key, method, target, draft, prompts[:1], [5], 12)
         found[f"stream {data}x{model}"] = [new, np.asarray(alone.tokens)[0, 5:17].tolist()]
+    return found
+
+
+def heads(shapes: list[list[int]]) -> dict[str, list]:
+    """Returns tokens on meshes with an EAGLE-3 head, copied and split, and those of one device.
+
+    The head takes the target's embedding, which lies split on the mesh.
+    """
+    target = llama(0)
+    shape = vars(target.config) | {"layers": 1, "head_tokens": 6, "target_layers": (1, 2)}
+    config = Eagle3Config(**shape, target_width=target.config.width, own_embed=False)
+    head = Eagle3(config, rngs=nnx.Rngs(1))
+    prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
+    rows = prompts, np.full(8, 5), 12
+    method, key = get_method("otm_block", tree="2,2"), jax.random.key(3)
+    alone = generate(key, method, target, head.completed(target), *rows)
+    found = {"1x1": [np.asarray(alone.tokens).tolist(), 0]}
+    for data, model in shapes:
+        mesh = sharding.make_mesh(model=model)
+        there = parallel.on_mesh(mesh, target)
+        whole = head.completed(there.merge())
+        for place in (parallel.draft_on_mesh, parallel.on_mesh):
+            draft = place(mesh, whole)
+            split = sum(not leaf.sharding.is_fully_replicated for leaf in draft.leaves)
+            out = generate(key, method, there, draft, *rows, mesh=mesh)
+            found[f"{place.__name__} {data}x{model}"] = [np.asarray(out.tokens).tolist(), split]
     return found
 
 

@@ -14,6 +14,7 @@ from spectr_jax.decoding import Policy, get_method, stream
 from spectr_jax.decoding.drafters import FeatureModel
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.running import run_on_prompts
+from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -46,6 +47,17 @@ def deep_draft():
     return made
 
 
+@pytest.fixture(scope="module")
+def head():
+    """Returns an EAGLE-3 head that reads the outputs of both layers of `llama_target`."""
+    shape = Eagle3Config(
+        layers=1, **SIZES, head_tokens=9, target_width=WIDTH, target_layers=(1, 2), norm_each=True
+    )
+    made = Eagle3(shape, rngs=nnx.Rngs(1))
+    made.norms_fuse[1].scale[...] *= 2
+    return made
+
+
 def llama_target():
     model = Llama(LlamaConfig(layers=2, **SIZES, tied=True), rngs=nnx.Rngs(0))
     model.embed.embedding[...] *= 50
@@ -70,6 +82,8 @@ def without_cache(model, tokens_BxT, features_BxTxE=None, **options):
 
 def seen_of(target, draft, tokens_BxT):
     """Returns the target's features [B, T, E], mapped to the width of the draft."""
+    if isinstance(draft, Eagle3):
+        return draft._fused(without_cache(target, tokens_BxT, also=(1, 2)))
     last = without_cache(target, tokens_BxT)
     if not draft.feature_layers:
         return last
@@ -100,11 +114,14 @@ def _seen(call):
     [
         ("llama", "draft", 1, "2,2,1"),
         ("llama", "deep_draft", 3, "2,2,1"),
+        ("llama", "head", 1, "2,2,1"),
         pytest.param("llama", "draft", 3, "chain:3", marks=pytest.mark.slow),
         pytest.param("llama", "deep_draft", 1, "chain:3", marks=pytest.mark.slow),
         pytest.param("ladder", "draft", 3, "3x1", marks=pytest.mark.slow),
         pytest.param("ladder", "deep_draft", 3, "3x1", marks=pytest.mark.slow),
         pytest.param("llama", "draft", 70, "2,2,1", marks=pytest.mark.slow),
+        pytest.param("llama", "head", 3, "chain:3", marks=pytest.mark.slow),
+        pytest.param("llama", "head", 70, "2,2,1", marks=pytest.mark.slow),
     ],
 )
 def test_draft_probabilities_equal_those_without_a_cache(request, kind, sees, prompt, tree):
@@ -132,7 +149,7 @@ def test_draft_probabilities_equal_those_without_a_cache(request, kind, sees, pr
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("sees", ["draft", "deep_draft"])
+@pytest.mark.parametrize("sees", ["draft", "deep_draft", "head"])
 def test_outputs_follow_the_target(request, sees):
     """Checks two tokens after two prompts; the draft has its own temperature."""
     draft = request.getfixturevalue(sees)
@@ -165,9 +182,11 @@ def _top_four(logits_BxV):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_greedy_outputs_equal_the_baseline(deep_draft, quantized):
+@pytest.mark.parametrize(("kind", "sees"), [("ladder", "deep_draft"), ("llama", "head")])
+def test_greedy_outputs_equal_the_baseline(request, kind, sees, quantized):
     """The draft model reads features of several layers and may be quantized to int8."""
-    target, draft = our_target(), quantize(deep_draft) if quantized else deep_draft
+    target, draft = TARGETS[kind](), request.getfixturevalue(sees)
+    draft = quantize(draft) if quantized else draft
     prompts, lengths = np.array([[3, 1, 4], [2, 7, 0]]), np.array([3, 2])
     rows = prompts, lengths, 12, Policy(temperature=0.0)
     expected = generate(KEY, BASELINE, target, None, *rows)

@@ -66,6 +66,17 @@ def test_outputs_of_split_decoders_follow_the_target(methods):
 
 
 @pytest.mark.slow
+def test_published_heads_draft_the_same_tokens_on_all_meshes():
+    """A copied head shares the target's split embedding; a split one has five split arrays."""
+    found = _found(_begun(8, "heads", shapes=MESHES[:2]))
+    tokens, _ = found.pop("1x1")
+    assert len(found) == 4
+    for name, (made, split) in found.items():
+        assert made == tokens, name
+        assert split == (1 if name.startswith("draft") else 5), name
+
+
+@pytest.mark.slow
 def test_two_processes_emit_the_tokens_of_one():
     shapes = MESHES[:2]
     one = _found(_begun(8, "tokens", shapes=shapes))

@@ -143,7 +143,8 @@ def test_registered_loaders_load_models_by_their_prefix(monkeypatch):
     ):
         load("mine:table", "int8")
     with pytest.raises(
-        UserError, match=r"no model at 'mein:x'; give random:NAME, .*gguf:NAME, mine:NAME"
+        UserError,
+        match=r"no model at 'mein:x'; give random:NAME, .*gguf:NAME, eagle3:NAME, mine:NAME",
     ):
         load("mein:x")
     register_loader("wrong", lambda name, dtype: TableModel)

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: config.json, and safetensors in one file or in parts."""
+"""Hugging Face model folders: config.json, and weights in one file or safetensors in parts."""
 
 import math
 import pathlib
@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from spectr_jax.models.formats import pickled
 from spectr_jax.models.formats.tensors import FLOATS, Location, Unread, locations_of, unread
 from spectr_jax.models.weights import write_tensors
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import read_json, write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive integer": lambda value: type(value) is int and value >= 1,
     "a positive number": lambda value: type(value) in (int, float) and 0 < value < math.inf,
@@ -33,8 +35,9 @@ class Folder:
         self._places: dict[str, Location] = {}
         try:
             index = self._index()
-            for file in sorted(set(index.values())) or [WEIGHTS]:
-                found = locations_of(path / file)
+            alone = WEIGHTS if (path / WEIGHTS).exists() else PICKLED
+            for file in sorted(set(index.values())) or [alone]:
+                found = (pickled.locations_of if file == PICKLED else locations_of)(path / file)
                 # The index decides which of several files has a tensor.
                 here = [name for name in found if index.get(name, file) == file]
                 if twice := sorted(self._places.keys() & here):
@@ -65,10 +68,12 @@ class Folder:
         return UserError(f"{str(self.path / INDEX)!r} {problem}; fetch the model again")
 
     def _index(self) -> dict[str, str]:
-        """Returns the file of each tensor; empty if `WEIGHTS` has all of them."""
+        """Returns the file of each tensor; empty if one file has all of them."""
         if (self.path / WEIGHTS).exists():  # As in transformers, even if there is an index.
             return {}
         if not (self.path / INDEX).exists():
+            if (self.path / PICKLED).exists():
+                return {}
             raise UserError(
                 f"{str(self.path)!r} has no {WEIGHTS}; write it with save_pretrained(..., "
                 "safe_serialization=True)"
@@ -93,8 +98,12 @@ class Folder:
         tensor = self.unread(name)
         return tensor[:].reshape(tensor.shape)
 
-    def unread(self, name: str) -> Unread:
+    def unread(self, name: str, dtypes: dict[str, Any] = FLOATS) -> Unread:
         """Returns a tensor in the dtype of its file. Its rows raise `UserError` if it is damaged.
+
+        Args:
+          name: of the tensor.
+          dtypes: those that it may have, by safetensors' names.
 
         Raises:
           KeyError: there is none.
@@ -102,9 +111,9 @@ class Folder:
         """
         file, _, dtype, shape = place = self._places[name]
         self._unread.discard(name)
-        if dtype not in FLOATS:
+        if dtype not in dtypes:
             raise UserError(
-                f"{str(file)!r} has {name} in {dtype}; give a model in {', '.join(FLOATS)}"
+                f"{str(file)!r} has {name} in {dtype}; give a model in {', '.join(dtypes)}"
             )
         tensor = unread(place)
 

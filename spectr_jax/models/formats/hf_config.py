@@ -123,13 +123,17 @@ class Shape(NamedTuple):
     rotated: int
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path, given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns the fields of the text model in config.json, with defaults and without nulls.
+
+    Args:
+      folder: of the model.
+      given: fields to be taken instead of those of the file; None for the file's.
 
     Raises:
       UserError: the file is missing, damaged or incomplete, or the model is not supported.
     """
-    source, given = str(folder), read_json(folder / "config.json")
+    source, given = str(folder), given or read_json(folder / "config.json")
     if isinstance(text := given.get("text_config"), dict) and given.get("model_type") in WITH_TEXT:
         names = ("bos_token_id", "eos_token_id")
         tokens: dict[str, Any] = {name: given[name] for name in names if name in given}
@@ -144,9 +148,9 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     return given
 
 
-def read_shape(folder: pathlib.Path) -> Shape:
-    """Returns the shape that config.json gives; raises `UserError` as `read_config`."""
-    source, given = str(folder), read_config(folder)
+def read_shape(folder: pathlib.Path, given: dict[str, Any] | None = None) -> Shape:
+    """Returns the shape that config.json gives; takes and raises what `read_config` does."""
+    source, given = str(folder), read_config(folder, given)
     heads, width, kind = given["num_attention_heads"], given["hidden_size"], given["model_type"]
     optional = {"kv_heads": heads, "head_width": width // heads, "tied": False}
     shape = optional | {ours: given[theirs] for ours, theirs in SHAPE.items() if theirs in given}

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
+from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.formats.tensors import Unread, in_order, joined
 from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -29,6 +30,12 @@ from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
 Array = Unread | np.ndarray
+DECODERS: dict[type, Any] = {
+    LlamaConfig: Llama,
+    Eagle3Config: Eagle3,
+    TransformerConfig: Transformer,
+}
+"""The decoder of each kind of shape."""
 
 
 def fill(
@@ -58,8 +65,7 @@ def fill(
     laid = shape if mesh is None else parallel.laid_out(shape, mesh.shape[sharding.MODEL])
 
     def build(rngs):
-        decoder: Any = Llama if isinstance(laid, LlamaConfig) else Transformer
-        model = decoder(laid, rngs=rngs)
+        model = DECODERS[type(laid)](laid, rngs=rngs)
         return quantize(model) if int8 else model
 
     graphdef, state = split_abstract(build)
@@ -186,6 +192,7 @@ def llama_arrays(
     names: dict[str, str],
     prefix: str,
     source: str,
+    first: int | None = None,
 ) -> Iterator[tuple[str, Unread]]:
     """Returns an iterator over the arrays of a `Llama`, for `fill`.
 
@@ -195,9 +202,10 @@ def llama_arrays(
       names: the checkpoint's names of `embed` [V, E], `norm` [E], `head` [V, E], and in each layer
         of `q`, `k`, `v`, `out`, `gate`, `up`, `down`, `norm_attention`, `norm_mlp`; if the shape
         has them, also of `q_bias`, `k_bias`, `v_bias`, `norm_q`, `norm_k`, `norm_attended`,
-        `norm_down`, `layer_scale`.
+        `norm_down`, `layer_scale`. An embedding or head without a name is left out.
       prefix: precedes the names of a layer; `{}` stands for its index.
       source: named in errors.
+      first: width of the inputs of q, k and v in the first layer; None for the config's width.
 
     Raises:
       UserError: a tensor is missing, or its shape is not the config's.
@@ -219,7 +227,8 @@ def llama_arrays(
         rows |= {"gate": config.mlp, "up": config.mlp}
         for part, array in zip(parts, arrays, strict=True):
             kind, _, bias = part.partition("_")
-            expected = (rows[kind],) if bias else (rows[kind], config.width)
+            width = first if first and layer == 0 and kind in "qkv" else config.width
+            expected = (rows[kind],) if bias else (rows[kind], width)
             _check(source, f"{layer}.{part}", array.shape, expected)
         return joined(arrays)
 
@@ -227,7 +236,8 @@ def llama_arrays(
         norms = ["norm_attention", "norm_mlp"]
         norms += ["norm_q", "norm_k"] if config.qk_norm else []
         norms += ["norm_attended", "norm_down"] if config.post_norms else []
-        yield "embed/embedding", read("embed")
+        if "embed" in names:
+            yield "embed/embedding", read("embed")
         for layer in range(config.layers):
             block = f"blocks/{layer}"
             for norm in norms:
@@ -242,7 +252,7 @@ def llama_arrays(
             if config.layer_scale:
                 yield f"{block}/layer_scale", read("layer_scale", layer)
         yield "norm/scale", read("norm")
-        if not config.tied:
+        if "head" in names and not config.tied:
             yield "head/kernel", read("head")
 
     # A model that claims a billion layers would be built before its arrays are read.

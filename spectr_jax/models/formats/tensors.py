@@ -14,7 +14,8 @@ import safetensors
 from spectr_jax.utils.files import check_fetched
 
 FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-DTYPES = FLOATS | {"I8": jnp.int8, "U16": jnp.uint16, "I32": jnp.int32}
+INTEGERS = {"I32": np.int32, "I64": np.int64}
+DTYPES = FLOATS | INTEGERS | {"I8": jnp.int8, "U16": jnp.uint16}
 """Dtypes that are read, by safetensors' names."""
 
 Location = tuple[pathlib.Path, int, str, tuple[int, ...]]
