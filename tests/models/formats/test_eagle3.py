@@ -229,7 +229,7 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({}, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({}, {"hidden_size": 40}, r"0.q is \[32, 64\] where .* gives \[32, 80\]"),
         ({}, {"vocab_size": None}, "config.json without 'vocab_size'"),
-        ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({}, {"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "rope_type='ntk'"),
     ],
 )
 def test_heads_that_differ_are_refused(tmp_path, fields, layer, message):
