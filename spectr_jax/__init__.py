@@ -14,8 +14,9 @@ print(tokenizer.texts(out.tokens, out.lengths)[0])
 
 `load` returns a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` returns a
 method (`spectr_jax.decoding.methods`), and `generate` continues prompts. Inside your own `jax.jit`
-use `spectr_jax.decoding.generate.decode`. Your own `Method` combines a `Tree` and a verifier;
-`check_plan`, `check_method` and `check_model` verify your own plans, methods and models.
+use `spectr_jax.decoding.generate.decode`. Your own `Method` combines a `Tree` and a verifier. Your own
+model is an `nnx.Module`, an Equinox module, or a `FunctionalModel` of any JAX library. `check_plan`,
+`check_method` and `check_model` verify your own plans, methods and models.
 
 | package | question it answers | read first |
 | --- | --- | --- |
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
     from spectr_jax.decoding.policy import Policy
     from spectr_jax.decoding.tree import Tree
     from spectr_jax.loading.by_name import load
+    from spectr_jax.models.functional import FunctionalModel
     from spectr_jax.testing import check_method, check_model, check_plan
 
 __all__ = [
+    "FunctionalModel",
     "Method",
     "Policy",
     "Tree",
@@ -61,6 +64,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "FunctionalModel": "models.functional",
     "Method": "decoding.methods",
     "Policy": "decoding.policy",
     "Tree": "decoding.tree",

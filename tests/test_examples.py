@@ -19,15 +19,17 @@ def _module(name):
     return module
 
 
-def test_every_example_has_fewer_than_90_lines():
+def test_every_example_has_fewer_than_100_lines():
     files = sorted(FOLDER.glob("*.py"))
     assert [file.stem for file in files] == [
+        "gemma_model",
+        "linen_model",
         "own_model",
         "plan_alone",
         "policy_gradient",
         "train_draft",
     ]
-    assert all(len(file.read_text().splitlines()) < 90 for file in files)
+    assert all(len(file.read_text().splitlines()) < 100 for file in files)
 
 
 def test_plan_alone_measures_the_exact_acceptance_and_distribution():
@@ -38,6 +40,25 @@ def test_plan_alone_measures_the_exact_acceptance_and_distribution():
 @pytest.mark.slow
 def test_own_model_decodes_several_tokens_per_call():
     assert _module("own_model").main() > 1
+
+
+def test_linen_model_decodes_several_tokens_per_call():
+    assert _module("linen_model").main() > 1
+
+
+def test_gemma_model_decodes_several_tokens_per_call():
+    """Its logits, which `main` checks in every kind of call, are those of the package's own call."""
+    pytest.importorskip("kauldron", reason="needs: pip install gemma tensorflow-cpu")
+    pytest.importorskip("gemma", reason="needs: pip install gemma tensorflow-cpu")
+    example = _module("gemma_model")
+    assert example.main() > 1
+    model = example.model(0)
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 1, 50)
+    positions = np.broadcast_to(np.arange(16), tokens.shape)
+    visible = np.broadcast_to(np.tri(16, dtype=bool), (2, 16, 16))
+    logits, _ = model.extend(tokens, positions, visible)
+    expected = example.DECODER.apply(model.params, tokens).logits
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_a_published_model_needs_only_safetensors_and_sentencepiece():
 def test_exported_names_exist_and_unknown_names_raise():
     assert spectr_jax.__all__ == sorted(spectr_jax.__all__) and set(spectr_jax.__all__) == {
         *("load", "generate", "get_method", "Method", "Policy", "Tree"),
-        *("check_plan", "check_method", "check_model", "transport"),
+        *("check_plan", "check_method", "check_model", "transport", "FunctionalModel"),
     }
     for name in spectr_jax.__all__:
         assert getattr(spectr_jax, name) is not None and name in dir(spectr_jax)

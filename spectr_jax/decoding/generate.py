@@ -78,8 +78,8 @@ def generate(
       key: [] typed key, or [B] typed keys, one per sequence; consumed. With a single key, sequence
         `i` uses `fold_in(key, i)`. Not of the kind "rbg", whose rows share bits under `vmap`.
       method: from `get_method`.
-      target: the output of `load`, an `nnx.Module` that follows `Model`, or `freeze` of one of
-        these, which saves time over many calls.
+      target: the output of `load`, an `nnx.Module` or other pytree that follows `Model`, such as a
+        `FunctionalModel`, or `freeze` of one of these, which saves time over many calls.
       draft: likewise, with the target's vocabulary; `spectr_jax.loading.pairs.fitted` fits a draft
         whose added or padded tokens differ. It drafts nothing past its context. None for a method
         that needs no draft model.

@@ -26,6 +26,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.loading.pairs import load_alone
 from spectr_jax.models.layers.attention import causal
+from spectr_jax.models.vocabulary import Constant
 from spectr_jax.training.heldout import Heldout, evaluate
 from spectr_jax.utils import sharding
 from spectr_jax.utils.config import check_fields, check_positive
@@ -91,7 +92,9 @@ def run(
 
 def _info(spec: str) -> ModelInfo:
     trained = load_alone(spec)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Param)))
+    parameters = sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.state(trained.model, nnx.Not(Constant)))
+    )
     name, model, tokenizer = trained
     return ModelInfo(spec, name, parameters, model.context, tokenizer, *report.weights(trained))
 

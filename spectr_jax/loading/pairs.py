@@ -13,6 +13,8 @@ from spectr_jax.utils.errors import UserError
 REMEDY = "give the target that it was trained for, or another draft"
 SHARED = 0.95
 """Least share of the smaller vocabulary that a pair has in common. Unrelated ones share ~0."""
+SHOWN = 3
+"""Number of different tokens that an error shows."""
 
 
 def load_pair(
@@ -125,15 +127,17 @@ def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:
     """Returns, for each id in both vocabularies, whether it is the same token."""
     pair = f"draft {draft.name!r} and target {target.name!r} have different vocabularies"
     remedy = "give models that share one, such as two of a family or of one data.tokenizer"
+    for model in (draft, target):
+        if not model.tokenizer.tokens:
+            raise UserError(f"{pair}: the tokenizer of {model.name!r} lists no tokens; {remedy}")
     first, second = draft.tokenizer.tokens, target.tokenizer.tokens
-    if first is None or second is None:
-        raise UserError(f"{pair}; {remedy}")
     same = np.array([a == b for a, b in zip(first, second, strict=False)])
-    smaller = min(len(first), len(second))
-    if same.sum() < SHARED * smaller:
+    if same.sum() < SHARED * len(same):
+        differ = np.flatnonzero(~same)
+        shown = ", ".join(f"{id} ({first[id]!r:.24}, {second[id]!r:.24})" for id in differ[:SHOWN])
         both = len(set(first) & set(second))
         raise UserError(
-            f"{pair}: of {smaller} tokens {same.sum()} are the same at the same ids ({both} at any "
-            f"ids); {remedy}"
+            f"{pair} of {len(first)} and {len(second)} tokens: {len(differ)} of {len(same)} common "
+            f"ids differ, such as {shown}; {both} tokens are in both at any ids; {remedy}"
         )
     return same

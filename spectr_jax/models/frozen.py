@@ -27,7 +27,8 @@ class Frozen:
 
     Attributes:
       leaves: arrays of the model.
-      graphdef: static; `merge` builds the model from it, `structure` and the leaves.
+      graphdef: static; `merge` builds the model from it, `structure` and the leaves. It holds all
+        parts that are not arrays.
       structure: tree structure of the leaves.
       vocab_size: size of the vocabulary.
       context: longest supported sequence.
@@ -69,25 +70,39 @@ class Trained(NamedTuple):
 def freeze(model: Model | Frozen | Trained) -> Frozen:
     """Returns a model in its frozen form, which later changes of its weights do not affect.
 
+    `model` is an `nnx.Module`, or any other pytree with the methods and attributes of `Model`: a
+    `FunctionalModel`, an Equinox module, or a dataclass of your own. Its arrays are traced in jit;
+    its other leaves are constants, as in Equinox.
+
     Raises:
-      UserError: `model` is neither an `nnx.Module` nor an output of `freeze` or `load`, or lacks a
-        part of `Model`.
+      UserError: `model` is no such pytree and no output of `freeze` or `load`, lacks a part of
+        `Model`, or has an unhashable part that is not an array.
     """
     if isinstance(model, Frozen):
         return model
     given: Any = model
-    if not isinstance(model, nnx.Module):
+    kind = type(model).__name__
+    if not isinstance(model, nnx.Module) and not hasattr(model, "init_cache"):
         if hasattr(model, "tokenizer"):
             return freeze(given.model)
         raise UserError(
-            f"a {type(model).__name__} is not a model; give an nnx.Module, `freeze` of one, or "
-            "what `load` returns"
+            f"a {kind} is not a model; give an nnx.Module, a FunctionalModel or another pytree that "
+            "follows spectr_jax.models.base, `freeze` of one, or what `load` returns"
         )
     _check_protocol(given)
-    graphdef, state = nnx.split(model)
+    if not isinstance(model, nnx.Module) and jax.tree_util.all_leaves([model]):
+        hint = "register it (jax.tree_util.register_dataclass), or give a FunctionalModel"
+        raise UserError(f"model {kind}: is not a pytree; {hint}")
+    graphdef, state = nnx.split(model)  # Of any pytree, not only of modules.
+    try:
+        hash(graphdef)
+    except TypeError as error:
+        hint = "make it hashable, or an array"
+        raise UserError(f"model {kind}: a part that is not an array: {error}; {hint}") from error
     leaves, structure = jax.tree.flatten(state)
     return Frozen(
-        leaves,
+        # NumPy's arrays can change later.
+        [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves],
         graphdef,
         structure,
         given.vocab_size,

@@ -64,7 +64,8 @@ class SharedTokens(nnx.Module):
     """
 
     def __init__(self, model: Any, shared: ArrayLike):
-        self.model, self.shared = model, Constant(jnp.asarray(shared))
+        self.model = nnx.data(model)  # Any pytree that follows `Model`.
+        self.shared = Constant(jnp.asarray(shared))
         self.vocab_size = len(self.shared[...])
         self.context, self.layers = model.context, model.layers
 

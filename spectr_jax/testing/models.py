@@ -107,16 +107,13 @@ def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions,
 def _check_calls(model: Any) -> None:
     """`init_cache` and `extend` take the arguments of the protocol."""
     cache, five = ("batch", "capacity"), ("tokens", "positions", "visible", "cache", "pending")
-    for function, given, named in (
-        (model.init_cache, cache, {}),
-        (model.extend, five, {"layers": None}),
-    ):
+    for name, given, named in (("init_cache", cache, {}), ("extend", five, {"layers": None})):
         try:
-            inspect.signature(function).bind(*given, **named)
+            inspect.signature(getattr(model, name)).bind(*given, **named)
         except TypeError as error:
-            wanted = ", ".join((*given, *(f"{name}=" for name in named)))
+            wanted = ", ".join((*given, *(f"{option}=" for option in named)))
             raise AssertionError(
-                f"model {type(model).__name__}: {function.__name__} does not take ({wanted}): {error}"
+                f"model {type(model).__name__}: {name} does not take ({wanted}): {error}"
             ) from error
 
 

@@ -18,6 +18,7 @@ from spectr_jax.decoding.policy import Policy
 from spectr_jax.models import parallel
 from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.frozen import freeze
+from spectr_jax.models.functional import FunctionalModel
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -57,10 +58,19 @@ def llama(seed: int, **changes) -> Llama:
 
 
 def models(kind: str):
-    """Returns a target and a draft: tables, or Llamas of which the draft is small."""
+    """Returns a target and a draft: tables, or Llamas of which the draft is small.
+
+    The draft of a table is functions of its table.
+    """
     if kind == "table":
         target = random_table(0, VOCAB)
-        return TableModel(target), TableModel(perturbed(target, 1, 0.8))
+        functions = {
+            "extend_fn": lambda table, *given, **more: TableModel(table).extend(*given, **more),
+            "init_cache_fn": lambda table, *sizes: TableModel(table).init_cache(*sizes),
+        }
+        sizes = {"vocab_size": VOCAB, "context": 128, "layers": 1}
+        draft = FunctionalModel(perturbed(target, 1, 0.8), **functions, **sizes)
+        return TableModel(target), draft
     return llama(0), llama(1, layers=1)
 
 

@@ -1,5 +1,7 @@
 """Tests pairs whose vocabularies differ by added or padded tokens, and refused pairs."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 import tokenizers
 
 from spectr_jax import check_model, generate, get_method, load
+from spectr_jax.loading import Trained
 from spectr_jax.loading.pairs import fitted, load_pair
 from spectr_jax.models.layers.attention import causal
+from spectr_jax.models.table import TableModel
 from spectr_jax.models.vocabulary import SharedTokens
 from spectr_jax.utils.errors import UserError
 
@@ -104,7 +108,8 @@ def test_a_draft_of_the_same_vocabulary_is_unchanged(folders):
 def test_pairs_of_different_vocabularies_are_refused(folders):
     with pytest.raises(
         UserError,
-        match=r"draft 'another' and target 'plain' have different vocabularies: of 264 tokens \d+ are",
+        match=r"draft 'another' and target 'plain' have different vocabularies of 264 and 264 tokens: "
+        r"263 of 264 common ids differ, such as 1 \('</s>', '!'\), 2 \('!', ",
     ):
         load_pair(f"hf:{folders / 'plain'}", (f"hf:{folders / 'another'}",), "float32")
     alone, other = load(f"hf:{folders / 'plain'}"), load(f"hf:{folders / 'padded'}")
@@ -118,3 +123,48 @@ def test_pairs_of_different_vocabularies_are_refused(folders):
             np.array([2]),
             4,
         )
+
+
+def _with_tokens(name, tokens):
+    """Returns a model that has the tokens `tokens`; None if its tokenizer does not know them."""
+    tokenizer = types.SimpleNamespace(vocabulary=name, tokens=tokens)
+    model = TableModel(np.full((20,) * 3, 1 / 20))
+    return Trained(name, model, tokenizer)
+
+
+LETTERS = [*"abcdefghijklmnopqrst"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (  # One token too many, and the only one of a smaller vocabulary that differs.
+            [*LETTERS[:9], "\n" + 40 * "x"],
+            r" of 10 and 20 tokens: 1 of 10 common ids differ, such as 9 \('\\nx{21}, 'j'\); 9 tokens "
+            "are in both at any ids; give models that share one",
+        ),
+        (
+            LETTERS[1:],
+            r" of 19 and 20 tokens: 19 of 19 common ids differ, such as 0 \('b', 'a'\), 1 \('c', 'b'\), "
+            r"2 \('d', 'c'\); 19 tokens are in both at any ids; ",
+        ),
+        (None, ": the tokenizer of 'draft' lists no tokens; give models"),
+        ([], ": the tokenizer of 'draft' lists no tokens; give models"),
+    ],
+)
+def test_the_error_says_which_tokens_differ(draft, message):
+    pair = _with_tokens("draft", draft), _with_tokens("target", LETTERS)
+    start = "^draft 'draft' and target 'target' have different vocabularies"
+    with pytest.raises(UserError, match=start + message) as error:
+        fitted(*pair)
+    assert "\n" not in str(error.value)
+
+
+def test_the_error_names_the_target_without_tokens():
+    with pytest.raises(UserError, match="the tokenizer of 'target' lists no tokens"):
+        fitted(_with_tokens("draft", LETTERS), _with_tokens("target", None))
+
+
+def test_one_different_token_of_twenty_is_not_drafted():
+    draft = fitted(_with_tokens("draft", [*LETTERS[:19], "z"]), _with_tokens("target", LETTERS))
+    assert logits_of(draft.model, jnp.array([[3]]))[0, 0].tolist().count(-np.inf) == 1

@@ -65,7 +65,7 @@ def timed(journal: Journal, label: str, tasks: Mapping[Any, Callable[[], Any]]) 
 
 def call_timer(model: Model, batch: int, count: int, context: int) -> Timer:
     """Returns a timer of a call on `count` new tokens of each of `batch` sequences, after `context`
-    committed random tokens. `model` is an `nnx.Module`."""
+    committed random tokens. `model` is as for `freeze`."""
 
     def one(_, fixed, carry):
         frozen, new = fixed
@@ -105,7 +105,7 @@ def phase_timers(
 
     Args:
       method: a method with a draft model.
-      target, draft: `nnx.Module`s that follow `Model`.
+      target, draft: as for `freeze`.
       batch: number of sequences.
       context: committed random tokens per sequence.
       phases: names of the timers to make.

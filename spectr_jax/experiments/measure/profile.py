@@ -30,7 +30,7 @@ def generation_profile(
 
     Args:
       method: the method to decode with, at temperature 1.
-      target, draft: `nnx.Module`s that follow `Model`.
+      target, draft: as for `freeze`.
       context: number of random tokens of the prompt.
     """
     max_new_tokens = min(NEW_TOKENS, target.context - context, draft.context - context)
