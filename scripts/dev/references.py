@@ -3,19 +3,20 @@
     python -m venv references && references/bin/pip install -r requirements-references.txt
     references/bin/python scripts/dev/references.py    # a minute; rewrites tests/references
 
-The tests do not need torch: a file has a model's config.json, the names and shapes of its tensors, and what
-the model returns. Values of tensors follow from their names (`weight`).
+The tests do not need torch: a file has a model's config.json, the names and shapes of its tensors,
+and what the model returns. Values of tensors follow from their names (tests/references/weights.py).
 """
 
 import json
 import pathlib
-import zlib
+import runpy
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
 FOLDER = pathlib.Path(__file__).parents[2] / "tests" / "references"
+weight = runpy.run_path(str(FOLDER / "weights.py"))["weight"]
 TOKENS, ANSWER = 40, 12
 """Number of tokens of a prompt, and of its greedy continuation."""
 SMALL = {
@@ -106,17 +107,6 @@ a small draft model proposes several tokens and a large target model scores all 
 the text which comes out follows the distribution of the large model exactly whatever the draft was
 """
 """Text for the tokenizer and the prompts."""
-
-
-def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a tensor in float32 whose values follow from its name.
-
-    They are such that scores, caps and windows matter, which small weights would hide. Embeddings
-    are smaller, because a large one that is the head too predicts its own token.
-    """
-    normal = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
-    scale = 0.3 if len(shape) == 1 else (0.5 if "embed" in name else 2) / np.sqrt(shape[-1])
-    return (normal * scale + (name.endswith("layer_scalar"))).astype(np.float32)
 
 
 def write(name: str, folder: pathlib.Path, field: str = "config") -> dict[str, Any]:
