@@ -83,7 +83,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_yarn": {
         "model_type": "llama",
         **SMALL,
-        "rope_scaling": {**YARN, "beta_fast": 8, "beta_slow": 2, "attention_factor": 1.3},
+        "rope_scaling": {
+            **YARN,
+            "beta_fast": 8,
+            "attention_factor": 1.3,
+            "original_max_position_embeddings": 64,
+        },
     },
     "llama_dynamic": {
         "model_type": "llama",
