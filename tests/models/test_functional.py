@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spectr_jax import FunctionalModel, check_model, generate, get_method, load
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.generate import decode
+from spectr_jax.experiments import quality
 from spectr_jax.loading import Trained, by_name, register_loader
 from spectr_jax.loading.pairs import fitted
 from spectr_jax.models import parallel
@@ -139,6 +140,7 @@ def test_other_parameters_compile_nothing(count_compilations):
 
 def test_the_digest_is_that_of_the_arrays():
     module, model = target(), functional(target())
+    assert len(jax.tree.leaves(model)) == len(jax.tree.leaves(model.params))
     assert digest(model) == digest(module) == digest(dataclasses.replace(model, extend_fn=print))
     small = table_model()
     changed = [
@@ -156,6 +158,7 @@ def test_functional_models_load_by_name_and_fit_other_vocabularies(monkeypatch):
     register_loader("mine", lambda name, _: Trained(name, table_model(int(name)), tokenizer))
     pair = load("mine:0"), load("mine:1", "float32", sharding.make_mesh())
     assert isinstance(pair[1].model, FunctionalModel)
+    assert quality._info("mine:0").parameters == V**3
     with pytest.raises(UserError, match="FunctionalModel has no int8 layers"):
         load("mine:0", "int8")
     wide = Trained("wide", TableModel(random_table(2, V + 2)), tokenizer)
