@@ -59,7 +59,8 @@ _TARGET = flags.DEFINE_string(
 _DRAFT = flags.DEFINE_string(
     "draft",
     None,
-    "The draft model, named like --target, with its vocabulary; added or padded tokens may differ. "
+    "The draft model, named like --target or eagle3:FOLDER, with the target's vocabulary; added or "
+    "padded tokens may differ. "
     "For recycle, a table of spectr_jax.tabulate. (default: 2m; for smollm2 its table, which recycle "
     "uses; none for hf:, gguf: and targets of other vocabularies, which the baseline then decodes)",
 )

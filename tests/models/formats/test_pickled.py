@@ -50,6 +50,7 @@ def _archive(folder, content, compression=zipfile.ZIP_STORED):
         (pickle.dumps([3]), "has no attribute 'items'"),
         (b"", "Ran out of input"),
     ],
+    ids=["function", "array", "number", "list", "empty"],
 )
 def test_other_objects_are_refused_and_no_code_runs(tmp_path, capsys, content, problem):
     _archive(tmp_path, content)
