@@ -35,6 +35,9 @@ SPLITS = {
 """The expressions that split text before byte pairing, by llama.cpp's names."""
 
 
+Pairs = list[tuple[str, ...]]
+
+
 class Metadata(Protocol):
     """The values of a GGUF file by name."""
 
@@ -117,7 +120,7 @@ def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
     )
 
 
-def _listed(values: _Values) -> list[tuple[str, ...]]:
+def _listed(values: _Values) -> Pairs:
     """Returns the pairs of tokens that the file merges, the first one first."""
     merges = values.need("merges", list)
     if not all(isinstance(merge, str) for merge in merges):
@@ -125,30 +128,32 @@ def _listed(values: _Values) -> list[tuple[str, ...]]:
     return [tuple(merge.split(" ", 1)) for merge in merges]
 
 
-def _derived(tokens: Sequence[str], types: Sequence[int], values: _Values) -> list[tuple[str, str]]:
+def _derived(tokens: Sequence[str], types: Sequence[int], values: _Values) -> Pairs:
     """Returns the pairs of tokens that SentencePiece merges, the highest score first.
 
     Any two tokens may be merged whose concatenation is a token; its score is that of the merge.
+    In vocabularies of SentencePiece's trainer, the order of pairs with equal scores has no effect.
     """
     scores = np.asarray(values.need("scores", list))
     if scores.shape != (len(tokens),) or scores.dtype.kind not in "if":
         raise values.damaged(f"has {len(tokens)} tokens, but not as many scores")
-    merged = [kind not in (UNKNOWN, CONTROL, USER_DEFINED, BYTE) for kind in types]
-    # Pairs refer to the strings of `tokens`: a million copies of their parts take 100 MB.
-    own = {token: token for token, one in zip(tokens, merged, strict=True) if one}
-    pairs = []
-    for index in np.argsort(-scores, kind="stable"):
-        token = tokens[index]
-        if own.get(token) is not token:
-            continue
-        for cut in range(len(token) - 1, 0, -1):
+    ordered = [
+        tokens[index]
+        for index in np.argsort(-scores, kind="stable")
+        if types[index] not in (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
+    ]
+    # Pairs refer to these strings: a million copies of their parts take 100 MB.
+    own = {token: token for token in ordered}
+    pairs: Pairs = []
+    for token in ordered:
+        for cut in range(1, len(token)):
             if (left := own.get(token[:cut])) and (right := own.get(token[cut:])):
                 pairs.append((left, right))
     return pairs
 
 
 def _of_bytes(
-    numbers: dict[str, int], merges: list[tuple[str, ...]], pre: str, source: str
+    numbers: dict[str, int], merges: Pairs, pre: str, source: str
 ) -> tokenizers.Tokenizer:
     """Returns a tokenizer of bytes, split before as llama.cpp does under the name `pre`."""
     made = tokenizers.Tokenizer(
@@ -176,7 +181,7 @@ def _of_bytes(
 
 
 def _like_sentencepiece(
-    numbers: dict[str, int], merges: list[tuple[str, ...]], unknown: str, prefixed: bool
+    numbers: dict[str, int], merges: Pairs, unknown: str, prefixed: bool
 ) -> tokenizers.Tokenizer:
     """Returns a tokenizer of characters, and of bytes where the vocabulary lacks a character.
 

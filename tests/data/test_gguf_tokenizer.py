@@ -17,7 +17,7 @@ SENTENCES = [
     f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again."
     for number in range(200)
 ]
-LINES = pathlib.Path(__file__).read_text().splitlines()
+LINES = [*pathlib.Path(__file__).read_text().splitlines(), *["<0x4", "1>"] * 99]
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -67,15 +67,15 @@ def test_numbers_are_split_as_the_named_pre_tokenizer_does(pre):
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("llama-bpe", ["iPhone", "'s", "ĠaÃīb", "/Ċ", "/x"]),
-        ("gpt-4o", ["i", "Phone's", "Ġa", "Ãīb", "/Ċ/", "x"]),
-        ("tekken", ["i", "Phone", "'s", "Ġa", "Ãīb", "/Ċ/", "x"]),
+        ("llama-bpe", ["iPhone", "'s", "ĠaÃīb", "/Ċ", "/Ċ", "/x"]),
+        ("gpt-4o", ["i", "Phone's", "Ġa", "Ãīb", "/Ċ/Ċ/", "x"]),
+        ("tekken", ["i", "Phone", "'s", "Ġa", "Ãīb", "/Ċ/Ċ/", "x"]),
     ],
 )
 def test_words_are_split_before_capitals(pre, pieces):
     """Gives the splits of the expressions in the tokenizers that Mistral and OpenAI publish."""
     read = gguf_tokenizer(metadata(byte_pairs(), pre), "file")
-    split = read._tokenizer.pre_tokenizer.pre_tokenize_str("iPhone's aÉb/\n/x")
+    split = read._tokenizer.pre_tokenizer.pre_tokenize_str("iPhone's aÉb/\n/\n/x")
     assert [piece for piece, _ in split] == pieces
 
 
@@ -128,7 +128,12 @@ OWN = ["<tag>", "ab", "\n", "\n\n", "▁▁", "▁▁▁"]
 """User-defined symbols, with Gemma's runs of spaces and of newlines."""
 TRAINED = {
     "prefix": {},
-    "no prefix": {"add_dummy_prefix": False, "split_digits": True},
+    "no prefix": {
+        "add_dummy_prefix": False,
+        "split_by_number": False,
+        "split_by_unicode_script": False,
+    },
+    "digits": {"split_digits": True},
     "own symbols": {
         "add_dummy_prefix": False,
         "user_defined_symbols": OWN,
@@ -186,7 +191,19 @@ def _strings(processor, count):
     rng = random.Random(0)
     pieces = [processor.id_to_piece(index) for index in range(3, processor.vocab_size())]
     pieces = [piece.replace("▁", " ") for piece in pieces if not piece.startswith("<")]
-    letters = [*"sentce of 0123 ;'", "  ", "\n", "\n\n\n", "\t", "é", "日本", "😀", "ab", "<tag>"]
+    letters = [
+        *"sentce of 0123 ;'",
+        "  ",
+        "\n",
+        "\n\n\n",
+        "\t",
+        "é",
+        "日本",
+        "😀",
+        "ab",
+        "<tag>",
+        "<0x41>",
+    ]
     for _ in range(count):
         parts = rng.choice((pieces, letters, pieces + letters))
         yield "".join(rng.choices(parts, k=rng.randint(1, 20)))
@@ -214,6 +231,7 @@ def test_text_between_control_tokens_is_tokenized_separately(trained):
     first, second = processor.encode("of many"), processor.encode(" again")
     tokens = [1, *first, 2, *second]
     assert read.encode("<s>of many</s> again") == tokens
+    assert read.encode("<unk>") == [0]
     assert read.decode([*first, 2]) == "of many" and read.ends(2)
     if "<turn>" in values["tokenizer.ggml.tokens"]:
         assert read.encode("<turn>of many<tag>") == [
@@ -221,6 +239,7 @@ def test_text_between_control_tokens_is_tokenized_separately(trained):
             *first,
             processor.piece_to_id("<tag>"),
         ]
+        assert read.decode(read.encode("<turn>of many<tag>")) == "of many<tag>"
     template = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}</s>"}
     chat = gguf_tokenizer(values | template, "file").chat([{"role": "user", "content": "of many"}])
     assert chat == [1, *first, 2]
