@@ -175,22 +175,31 @@ def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
     ("changes", "message"),
     [
         (
-            {"arch": "gemma"},
-            "has general.architecture='gemma': must be 'llama' or 'qwen2' or 'qwen3'",
+            {"arch": "gemma3n"},
+            "has general.architecture='gemma3n': must be 'llama' or 'qwen2' or 'qwen3' or 'phi3' or",
         ),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
         ({"llama.expert_count": 8}, "has llama.expert_count=8: must be 0"),
         (
-            {"llama.attention.sliding_window": 32},
-            "has llama.attention.sliding_window=32: must be at least the context of 64",
-        ),
-        (
             {"llama.attention.sliding_window": [8, 9]},
-            "has llama.attention.sliding_window=[8, 9]: must be at least the context of 64",
+            "has llama.attention.sliding_window=[8, 9]: must be a number of tokens",
         ),
         (
-            {"llama.attention.head_count_kv": [2, 2]},
-            "has llama.attention.head_count_kv=[2, 2]: must be a positive integer",
+            {"llama.attention.head_count_kv": [2, 1]},
+            "has llama.attention.head_count_kv=[2, 1]: must be a positive integer, or one for each",
+        ),
+        (
+            {"llama.attention.head_count_kv": "2"},
+            "has llama.attention.head_count_kv='2': must be a positive integer, or one for each",
+        ),
+        ({"llama.attention.value_length": 16}, "has llama.attention.value_length=16: must be 8"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+            "rope.scaling.yarn_log_multiplier=0.10000000149011612: must be 0.0",
+        ),
+        (
+            {"llama.attention.shared_kv_layers": 1},
+            "has llama.attention.shared_kv_layers=1: must be 0",
         ),
         (
             {"llama.feed_forward_length": [64, 64]},
@@ -202,8 +211,8 @@ def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
         ),
         ({"llama.context_length": "x"}, "has llama.context_length='x': must be a positive integer"),
         (
-            {"llama.rope.scaling.type": "yarn"},
-            "has llama.rope.scaling.type='yarn': must be 'none' or 'linear'",
+            {"llama.rope.scaling.type": "ntk"},
+            "has llama.rope.scaling.type='ntk': must be 'linear' or 'none' or 'yarn' or 'longrope'",
         ),
         ({"llama.rope.dimension_count": 4}, "has llama.rope.dimension_count=4: must be 8"),
         ({"llama.attention.key_length": 6}, "0.q is"),
