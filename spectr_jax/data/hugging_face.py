@@ -19,6 +19,7 @@ SETTINGS, ADDED, TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_
 ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"),
     *("<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>"),
+    *("<eos>", "<turn|>", "<|tool_response>"),
 )
 """Tokens that end a sequence in every vocabulary, whatever their type, as in llama.cpp."""
 LIKE_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}

@@ -284,7 +284,8 @@ def _from_hugging_face(source: str, dtype: str, mesh: Mesh | None = None) -> Tra
 
 def _from_gguf(source: str, dtype: str, mesh: Mesh | None = None) -> Trained:
     from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
-    from spectr_jax.models.formats.gguf import GGUF, load_gguf
+    from spectr_jax.models.formats.gguf import load_gguf
+    from spectr_jax.models.formats.gguf_file import GGUF
 
     path = expanded(source)
     if not path.is_file():

@@ -76,6 +76,19 @@ def partial_divisors(head_width: int, share: float, factor: float = 1.0) -> tupl
     return (float(factor),) * rotated_pairs + (math.inf,) * (pairs - rotated_pairs)
 
 
+def of_first_channels(
+    theta: float, head_width: int, channels: int, divisors: tuple[float, ...] = ()
+) -> tuple[float, ...]:
+    """Returns the divisors of a whole head of which only the first `channels` are rotated.
+
+    `divisors` are those of the rotated pairs, relative to the frequencies of a head of their width.
+    """
+    of_part = frequencies(theta, channels) / np.array(divisors or 1.0)
+    every = frequencies(theta, head_width)
+    kept = (every[: len(of_part)] / of_part).tolist()
+    return (*kept, *[math.inf] * (len(every) - len(of_part)))
+
+
 def _blended(factor: float, kept_R: np.ndarray) -> tuple[float, ...]:
     """Returns divisors between `factor`, where `kept_R` is 0, and 1, where it is 1."""
     return tuple((1 / (kept_R + (1 - kept_R) / factor)).tolist())

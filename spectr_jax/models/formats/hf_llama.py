@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from spectr_jax.models.formats.folder import Folder, save
 from spectr_jax.models.formats.hf_config import SHAPE, Shape, read_shape
-from spectr_jax.models.formats.parts import fill, llama_arrays
+from spectr_jax.models.formats.parts import fill, llama_arrays, rows_in_joined, with_rest_in_halves
 from spectr_jax.models.formats.tensors import Unread, rows_of
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear
@@ -84,7 +84,7 @@ def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str,
             return found.then(lambda rows: 1 + rows)
         if rotated < config.head_width and name.endswith(("q_proj.weight", "k_proj.weight")):
             # `fill` reads whole heads.
-            return found.then(lambda rows: _with_rest_in_halves(rows, config.head_width, rotated))
+            return found.then(lambda rows: with_rest_in_halves(rows, config.head_width, rotated))
         return found
 
     names = NAMES | (POST_NORMS if config.post_norms else {})
@@ -93,19 +93,9 @@ def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str,
 
 def _part(config: LlamaConfig, tensors: Folder, before: str, part: str) -> Unread:
     """Returns a part of a tensor that Phi-3 stores joined; raises as `Folder.unread`."""
-    if part in "qkv":
-        heads = (config.heads, config.kv_heads, config.kv_heads)
-        name, index, sizes = "qkv", "qkv".index(part), [each * config.head_width for each in heads]
-    else:
-        name, index, sizes = "gate_up", int(part == "up"), [config.mlp, config.mlp]
-    return rows_of(tensors.unread(f"{before}{name}_proj.weight"), sum(sizes[:index]), sizes[index])
-
-
-def _with_rest_in_halves(rows: np.ndarray, head_width: int, rotated: int) -> np.ndarray:
-    """Returns the rows of heads with the channels that are not rotated at the end of each half."""
-    halves = np.arange(rotated).reshape(2, -1), np.arange(rotated, head_width).reshape(2, -1)
-    order = np.concatenate(halves, axis=1).ravel()
-    return rows.reshape(-1, head_width, *rows.shape[1:])[:, order].reshape(rows.shape)
+    name = "qkv" if part in "qkv" else "gate_up"
+    first, count, _ = rows_in_joined(config, part)
+    return rows_of(tensors.unread(f"{before}{name}_proj.weight"), first, count)
 
 
 def save_llama(

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from spectr_jax.models import rotary
 from spectr_jax.models.formats.folder import check_fields, check_known, refused
 from spectr_jax.utils.errors import UserError
@@ -172,11 +170,7 @@ def read_rotary(
     context = given["max_position_embeddings"]
     divisors, scale, longest = TYPES[name](_Scaling(source, fields, theta, channels, context))
     if channels < head_width:
-        # Relative to the frequencies of a whole head.
-        of_part = rotary.frequencies(theta, channels) / np.array(divisors or 1.0)
-        every = rotary.frequencies(theta, head_width)
-        divisors = tuple((every[: len(of_part)] / of_part).tolist())
-        divisors += (np.inf,) * (len(every) - len(of_part))
+        divisors = rotary.of_first_channels(theta, head_width, channels, divisors)
     return Rotary(theta, divisors, scale, longest, channels)
 
 

@@ -258,3 +258,21 @@ def llama_arrays(
     # A model that claims a billion layers would be built before its arrays are read.
     read("norm_attention", config.layers - 1)
     return arrays()
+
+
+def rows_in_joined(config: LlamaConfig, part: str) -> tuple[int, int, int]:
+    """Returns the first row, the number of rows and that of all rows of a part that is stored
+    joined: `q`, `k` or `v`, or `gate` or `up`."""
+    sizes = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
+    sizes = {name: heads * config.head_width for name, heads in sizes.items()}
+    if part not in sizes:
+        sizes = {"gate": config.mlp, "up": config.mlp}
+    before = [*sizes].index(part)
+    return sum([*sizes.values()][:before]), sizes[part], sum(sizes.values())
+
+
+def with_rest_in_halves(rows: np.ndarray, head_width: int, rotated: int) -> np.ndarray:
+    """Returns the rows of heads with the channels that are not rotated at the end of each half."""
+    halves = np.arange(rotated).reshape(2, -1), np.arange(rotated, head_width).reshape(2, -1)
+    order = np.concatenate(halves, axis=1).ravel()
+    return rows.reshape(-1, head_width, *rows.shape[1:])[:, order].reshape(rows.shape)

@@ -1,17 +1,16 @@
 """Tests GGUF files of the Llama family: weights, metadata, tokenizers, and refused files."""
 
 import dataclasses
-import json
+import pathlib
 import re
+import runpy
 
 import gguf
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
-from spectr_jax.data.gguf_tokenizer import gguf_tokenizer
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.gguf import GGUF, NAMES, load_gguf
 from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
@@ -20,23 +19,8 @@ from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.utils.errors import UserError
 
-SENTENCES = [
-    f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again."
-    for number in range(200)
-]
-CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
-def byte_pairs(pre_tokenizer=None) -> tokenizers.Tokenizer:
-    made = tokenizers.ByteLevelBPETokenizer()
-    if pre_tokenizer:
-        made._tokenizer.pre_tokenizer = pre_tokenizer
-    made.train_from_iterator(
-        SENTENCES, vocab_size=300, special_tokens=list(CONTROLS), show_progress=False
-    )
-    return made._tokenizer
-
-
+TOKENIZERS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "data/test_gguf_tokenizer.py"))
+byte_pairs, metadata = TOKENIZERS["byte_pairs"], TOKENIZERS["metadata"]
 LITTLE, BIG = gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG
 
 
@@ -48,8 +32,6 @@ def write(
     `more` are additional tensors, and `changes` overwrite the metadata.
     """
     config, arch = model.config, "llama" if kind == "tied" else kind
-    tokenizer = json.loads(byte_pairs().to_str())
-    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     values = {
         f"{arch}.context_length": config.context,
         f"{arch}.embedding_length": config.width,
@@ -60,13 +42,7 @@ def write(
         f"{arch}.attention.layer_norm_rms_epsilon": config.norm_epsilon,
         f"{arch}.rope.freq_base": config.rope_theta,
         f"{arch}.attention.key_length": config.head_width,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if token in CONTROLS else 1 for token in tokens],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
+        **metadata(byte_pairs(), "gpt-2"),
     }
     values = {name: value for name, value in {**values, **changes}.items() if value is not None}
     writer = gguf.GGUFWriter(path, changes.get("arch", arch), endianess=order)
@@ -199,22 +175,31 @@ def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
     ("changes", "message"),
     [
         (
-            {"arch": "gemma"},
-            "has general.architecture='gemma': must be 'llama' or 'qwen2' or 'qwen3'",
+            {"arch": "gemma3n"},
+            "has general.architecture='gemma3n': must be 'llama' or 'qwen2' or 'qwen3' or 'phi3' or",
         ),
         ({"split.count": 2}, "is one of 2 parts; merge them with llama-gguf-split"),
         ({"llama.expert_count": 8}, "has llama.expert_count=8: must be 0"),
         (
-            {"llama.attention.sliding_window": 32},
-            "has llama.attention.sliding_window=32: must be at least the context of 64",
-        ),
-        (
             {"llama.attention.sliding_window": [8, 9]},
-            "has llama.attention.sliding_window=[8, 9]: must be at least the context of 64",
+            "has llama.attention.sliding_window=[8, 9]: must be a number of tokens",
         ),
         (
-            {"llama.attention.head_count_kv": [2, 2]},
-            "has llama.attention.head_count_kv=[2, 2]: must be a positive integer",
+            {"llama.attention.head_count_kv": [2, 1]},
+            "has llama.attention.head_count_kv=[2, 1]: must be a positive integer, or one for each",
+        ),
+        (
+            {"llama.attention.head_count_kv": "2"},
+            "has llama.attention.head_count_kv='2': must be a positive integer, or one for each",
+        ),
+        ({"llama.attention.value_length": 16}, "has llama.attention.value_length=16: must be 8"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+            "rope.scaling.yarn_log_multiplier=0.10000000149011612: must be 0.0",
+        ),
+        (
+            {"llama.attention.shared_kv_layers": 1},
+            "has llama.attention.shared_kv_layers=1: must be 0",
         ),
         (
             {"llama.feed_forward_length": [64, 64]},
@@ -226,8 +211,8 @@ def test_files_with_unsupported_tensors_are_refused(llamas, name, tmp_path):
         ),
         ({"llama.context_length": "x"}, "has llama.context_length='x': must be a positive integer"),
         (
-            {"llama.rope.scaling.type": "yarn"},
-            "has llama.rope.scaling.type='yarn': must be 'none' or 'linear'",
+            {"llama.rope.scaling.type": "ntk"},
+            "has llama.rope.scaling.type='ntk': must be 'linear' or 'none' or 'yarn' or 'longrope'",
         ),
         ({"llama.rope.dimension_count": 4}, "has llama.rope.dimension_count=4: must be 8"),
         ({"llama.attention.key_length": 6}, "0.q is"),
@@ -313,114 +298,3 @@ def test_metadata_are_those_that_the_library_reads(tmp_path):
     path.write_bytes(whole[:count] + (2**20).to_bytes(8, "little") + whole[count + 8 :])
     with pytest.raises(UserError, match="its list of strings is cut"):
         GGUF(path)
-
-
-def _metadata(tokenizer: tokenizers.Tokenizer, pre: str, **changes) -> dict:
-    given = json.loads(tokenizer.to_str())["model"]
-    tokens = sorted(given["vocab"], key=given["vocab"].get)
-    values = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": tokens,
-        "token_type": [3 if token in CONTROLS else 1 for token in tokens],
-        "merges": [" ".join(pair) for pair in given["merges"]],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **changes,
-    }
-    return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
-
-
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "llama3", "qwen2"])
-def test_numbers_are_split_as_the_named_pre_tokenizer_does(pre):
-    """Digits are split singly, in threes, or not at all. Decoding must restore every string."""
-    read = gguf_tokenizer(_metadata(byte_pairs(), pre), "file")
-    split = read._tokenizer.pre_tokenizer.pre_tokenize_str
-    numbers = [piece for piece, _ in split("a 12345") if any(letter.isdigit() for letter in piece)]
-    assert numbers == {
-        "gpt-2": ["Ġ12345"],
-        "llama-bpe": ["123", "45"],
-        "llama3": ["123", "45"],
-    }.get(pre, [*"12345"])
-    for text in (*SENTENCES[:20], "  two   spaces  ", "日本 😀 it's\r\n\n9", ""):
-        assert read.decode(read.encode(text)) == text
-    assert read.encode("<|im_start|>again") == [1, *read.encode("again")]
-
-
-def test_missing_bos_settings_default_as_in_llama_cpp():
-    """As in llama.cpp, BOS may be missing, and Llama 3 adds BOS even if its file does not say so."""
-    for pre, given, adds in (
-        ("llama-bpe", None, True),
-        ("llama-bpe", False, False),
-        ("gpt-2", None, False),
-        ("gpt-2", True, True),
-    ):
-        read = gguf_tokenizer(_metadata(byte_pairs(), pre, add_bos_token=given), "file")
-        assert read.prompt("again") == [*([1] if adds else []), *read.encode("again")]
-    template = "{{ bos_token }}{{ messages[0].content }}"
-    metadata = _metadata(byte_pairs(), "qwen2", bos_token_id=None) | {
-        "tokenizer.chat_template": template
-    }
-    read = gguf_tokenizer(metadata, "file")
-    assert read.bos == 2 and read.chat([{"role": "user", "content": "again"}]) == read.encode(
-        "again"
-    )
-
-
-@pytest.mark.parametrize("end", ["<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot_id|>"])
-def test_known_end_tokens_count_as_eos(end):
-    metadata = _metadata(byte_pairs(), "gpt-2")
-    metadata["tokenizer.ggml.tokens"][1] = end
-    assert gguf_tokenizer(metadata, "file").eos == (2, 0, 1)
-    metadata["tokenizer.ggml.token_type"][1] = 1  # The type is ignored, as in llama.cpp.
-    read = gguf_tokenizer(metadata, "file")
-    assert read.eos == (2, 0, 1) and read.encode(f"again{end}")[-1] == 1
-
-
-def test_smollm_tokenizers_equal_those_of_hugging_face():
-    """Compares with a tokenizer of Hugging Face's library that splits digits."""
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    splitter = tokenizers.pre_tokenizers.Sequence(
-        [digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    made = byte_pairs(splitter)
-    read = gguf_tokenizer(_metadata(made, "smollm"), "file")
-    for text in (*SENTENCES, "x1y22 333", "<|im_end|> again"):
-        assert read.encode(text) == made.encode(text, add_special_tokens=False).ids
-    assert read.vocab_size == made.get_vocab_size()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "llama"}, "has a tokenizer of kind 'llama', and only 'gpt2' is read"),
-        (
-            {"pre": "tekken"},
-            "'tekken'; known are smollm, gpt-2, llama-bpe, llama3, llama-v3, qwen2",
-        ),
-        ({"merges": None}, "lacks 'tokenizer.ggml.merges' in its metadata"),
-        ({"merges": ["no such"]}, "has merges that do not fit its tokens"),
-        ({"merges": [3]}, "has tokens or merges that are not strings"),
-        ({"eot_token_id": [2, 3]}, "names token [2, 3], but has only 300 tokens"),
-        ({"eos_token_id": 300}, "names token 300, but has only 300 tokens"),
-        (
-            {"eos_token_id": "2"},
-            "has tokenizer.ggml.eos_token_id='2': must be of type int; fetch it again",
-        ),
-        ({"bos_token_id": "2"}, "names token '2', but has only 300 tokens"),
-        (
-            {"token_type": 3},
-            "has tokenizer.ggml.token_type=3: must be of type list; fetch it again",
-        ),
-        (
-            {"pre": ["smollm"]},
-            "has tokenizer.ggml.pre=['smollm']: must be of type str; fetch it again",
-        ),
-        ({"pre": None}, "lacks 'tokenizer.ggml.pre' in its metadata"),
-        ({"pre": "default"}, "'default'"),  # llama.cpp warns about this name.
-        ({"token_type": [1, 3]}, "has 300 tokens, but 2 token types; fetch it again"),
-    ],
-)
-def test_unsupported_or_invalid_tokenizers_are_refused(changes, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        gguf_tokenizer(_metadata(byte_pairs(), changes.pop("pre", "gpt-2"), **changes), "file")

@@ -78,7 +78,7 @@ def _write_gguf(path: pathlib.Path, layers: int, tensors: dict[str, np.ndarray])
     writer.add_token_merges([" ".join(pair) for pair in given["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    theirs = {hf_llama.NAMES[ours]: name for ours, name in NAMES.items()}
+    theirs = {theirs: NAMES[ours] for ours, theirs in hf_llama.NAMES.items()}
     for name, array in tensors.items():
         layer, _, own = name.removeprefix("model.layers.").partition(".")
         writer.add_tensor(theirs[name] if name in theirs else f"blk.{layer}.{theirs[own]}", array)
