@@ -94,8 +94,9 @@ class FirstBlock(Block):
 class Eagle3(Decoder):
     """An EAGLE-3 head. It follows the protocol `SeesFeatures`.
 
-    Published heads never run on the first token of a sequence, which no features precede. Here they
-    do, with zeros, and no later token sees the result.
+    Other programs never run a head on the first token of a sequence, which no features precede. Here
+    it runs on it, with zeros, and no later token sees the result. Positions, which some of them count
+    from the second token, enter attention as differences only.
     """
 
     def __init__(self, config: Eagle3Config, *, rngs: nnx.Rngs):
@@ -145,8 +146,8 @@ class Eagle3(Decoder):
         layers = config.target_layers or default_layers(count)
         if max(layers) > count or len({*layers}) < len(layers) or min(layers) < 1:
             raise UserError(
-                f"draft: an EAGLE-3 head that sees layers {layers}, but this target has {count}; "
-                "give the target that it was trained for"
+                f"draft: sees layers {layers}, but this target has {count}; give the target that "
+                "it was trained for"
             )
         whole = dataclasses.replace(config, target_layers=layers, context=target.context)
         if whole == config and self.embed is not None:
@@ -157,8 +158,8 @@ class Eagle3(Decoder):
             embed, width = getattr(target, "embed", None), getattr(target, "features_shown", 0)
             if embed is None or width != config.width:
                 raise UserError(
-                    f"draft: an EAGLE-3 head of width {config.width} without an embedding, and "
-                    f"this target has none of that width; give the target that it was trained for"
+                    f"draft: is of width {config.width} without an embedding, and this target has "
+                    "none of that width; give the target that it was trained for"
                 )
             copy.embed = nnx.data(embed)
         return copy

@@ -80,55 +80,39 @@ def write_pickled(path, tensors):
 def layouts(folder):
     """Writes one head in the layouts of its publishers; returns their folders."""
     config, tensors, _ = recorded("llama")
-    layer, draft = config["transformer_layer_config"], {"draft_vocab_size": 24}
-    scaling = dict(layer["rope_parameters"])
-    old = {
+    layer = {
         name: value
-        for name, value in layer.items()
-        if name not in ("rope_parameters", "layer_types")
-    }
-    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+        for name, value in config["transformer_layer_config"].items()
+        if name != "layer_types"
+    } | {"draft_vocab_size": 24}
+    scaling = dict(layer["rope_parameters"])
+    older = {name: value for name, value in layer.items() if name != "rope_parameters"}
+    older |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     flat = {
         name.replace("layers.0.", "midlayer."): array
         for name, array in tensors.items()
         if not name.startswith("verifier")
     }
     without = {name: array for name, array in flat.items() if name != "embed_tokens.weight"}
-    authors = written(
-        folder / "authors",
-        old | draft | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
-        {},
-    )
-    (authors / "model.safetensors").unlink()
-    write_pickled(authors / "pytorch_model.bin", without)
-    order = np.random.default_rng(1).permutation(
-        24
-    )  # Any order of the head's tokens is the same head.
-    kept = np.arange(24) + tensors["d2t"]
+    # Any order of the scored tokens is the same head.
+    order, kept = np.random.default_rng(1).permutation(24), np.arange(24) + tensors["d2t"]
     mixed = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": kept[order] - np.arange(24)}
-    return {
-        "authors": authors,
-        "angelslim": written(
-            folder / "angelslim",
-            old
-            | draft
-            | {
-                "architectures": ["Eagle3LlamaForCausalLM"],
-                "target_model_type": "qwen3",
-                "tie_word_embeddings": True,
-            },
-            flat | mixed,
-        ),
-        "specforge": written(
-            folder / "specforge",
-            {name: value for name, value in layer.items() if name != "layer_types"}
-            | draft
-            | {
-                "architectures": ["LlamaForCausalLMEagle3"],
-                "model_type": "phi3",
-                "eagle_config": {IDS: [1, 2, 3]},
-            },
-            {f"model.{name}": array for name, array in without.items()},
-        ),
+    given = {
+        "authors": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40},
+        "angelslim": {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True},
+        "specforge": {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "phi3",
+            "eagle_config": {IDS: [1, 2, 3]},
+        },
+    }
+    prefixed = {f"model.{name}": array for name, array in without.items()}
+    found = {
+        "authors": written(folder / "authors", older | given["authors"], {}),
+        "angelslim": written(folder / "angelslim", older | given["angelslim"], flat | mixed),
+        "specforge": written(folder / "specforge", layer | given["specforge"], prefixed),
         "speculators": written(folder / "speculators", config | {IDS: [2, 3, 4]}, tensors),
     }
+    (found["authors"] / "model.safetensors").unlink()
+    write_pickled(found["authors"] / "pytorch_model.bin", without)
+    return found

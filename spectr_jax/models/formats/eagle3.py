@@ -55,7 +55,8 @@ FLAGS = {
     "fc_norm": "norm_each",
     "norm_output": "norm_output",
 }
-"""Our fields by those of config.json. All readers take one that is absent as false."""
+"""Our fields by those of config.json. One that is absent is false, as in speculators, which writes all
+of them; only vLLM then takes `norm_before_residual` as true."""
 IDS = "eagle_aux_hidden_state_layer_ids"
 EMBED, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 FUSE, NORM_FEATURES = "fc.weight", "layers.0.hidden_norm.weight"

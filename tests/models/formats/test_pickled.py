@@ -2,13 +2,17 @@
 
 import pathlib
 import pickle
+import runpy
 import zipfile
 
+import jax
 import numpy as np
 import pytest
+import safetensors.numpy
+from flax import nnx
 
-from spectr_jax.models.formats import tensors
-from spectr_jax.models.formats.folder import PICKLED, Folder
+from spectr_jax.models.formats import hf_llama, tensors
+from spectr_jax.models.formats.folder import PICKLED, WEIGHTS, Folder
 from spectr_jax.models.formats.pickled import locations_of
 from spectr_jax.utils.errors import UserError
 
@@ -26,6 +30,15 @@ def test_recorded_tensors_are_read():
         assert array.dtype == kind
         np.testing.assert_array_equal(array, numbers.astype(array.dtype))
     assert len(read) == 7
+
+
+def test_a_model_in_a_file_of_pytorch_loads(llamas, tmp_path):
+    write = runpy.run_path(str(RECORDED.with_name("heads.py")))["write_pickled"]
+    hf_llama.save_llama(tmp_path, llamas["tied"])
+    write(tmp_path / PICKLED, safetensors.numpy.load_file(tmp_path / WEIGHTS))
+    (tmp_path / WEIGHTS).unlink()
+    read = hf_llama.load_llama(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(llamas["tied"]))
 
 
 class _Calls:
