@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from spectr_jax.data.tokenizer import UNKNOWN, AnyTokenizer, Tokenizer, VocabularyOf
-from spectr_jax.models import llama, parallel, transformer
+from spectr_jax.models import leaves, llama, parallel, transformer
 from spectr_jax.models.bigram import Bigram
 from spectr_jax.models.formats.published import EMBEDDED, PUBLISHED
 from spectr_jax.models.formats.runs import TOKENIZER, open_run
@@ -167,14 +167,13 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
     if student := run.student:
         rest = jax.tree.map(lambda _: jnp.asarray(student.head_tokens), rest)
     params = _restored(workdir, nnx.filter_state(state, nnx.Param), best, run.metric)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)  # Checkpoints hold float32.
+    params = leaves.cast(params, dtype)  # Checkpoints hold float32.
     return Trained(workdir.name, nnx.merge(graphdef, params, rest), tokenizer)
 
 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
     from spectr_jax.models.formats.checkpoint import Checkpoints
-    from spectr_jax.models.leaves import named_leaves
     from spectr_jax.models.weights import check_finite
 
     if not (workdir / "checkpoints").is_dir():
@@ -188,7 +187,7 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
         if best and found is None:
             raise UserError(f"no checkpoint in {str(workdir)!r} was evaluated; leave {BEST} out")
         params = checkpoints.restore_params(like, found[0] if found else None)
-    for name, leaf in named_leaves(params).items():
+    for name, leaf in leaves.named_leaves(params).items():
         check_finite(str(workdir), name.removesuffix("/value"), leaf)
     return params
 
@@ -342,7 +341,7 @@ def _random(name: str, dtype: str) -> Trained:
     shape = dataclasses.replace(LADDER[name], dtype=dtype)
     model = Transformer(shape, rngs=nnx.Rngs(zlib.crc32(name.encode())))
     model.head.kernel[...] *= HEAD_SCALE
-    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model)))
+    nnx.update(model, leaves.cast(nnx.state(model), dtype))
     return Trained(RANDOM_PREFIX + name, model, Tokenizer(EMBEDDED / "tokenizer.model"))
 
 

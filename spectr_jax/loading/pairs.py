@@ -22,33 +22,13 @@ def load_pair(
 ) -> tuple[Trained, list[Trained]]:
     """Returns a target and its drafts, each draft `fitted` to the target.
 
-    `dtype` and `mesh` are those of `load`. On a mesh a draft is placed by `parallel.draft_on_mesh`.
+    `dtype` and `mesh` are those of `load`. A draft is read whole on one device first.
 
     Raises:
       UserError: as `load` and `fitted`.
     """
     loaded_target = load_alone(target, dtype, mesh)
-    return loaded_target, [
-        fitted(load_draft(draft, dtype, mesh, loaded_target), loaded_target) for draft in drafts
-    ]
-
-
-def load_draft(
-    spec: str, dtype: str | None, mesh: Mesh | None = None, target: Trained | None = None
-) -> Trained:
-    """Returns a draft, as `load`; on a mesh it is placed by `parallel.draft_on_mesh`.
-
-    It is read whole on one device first. An EAGLE-3 head is `completed` with the parts of `target`.
-
-    Raises:
-      UserError: as `load` and `completed`.
-    """
-    trained = load(spec, dtype)
-    if target is not None:
-        trained = completed(trained, target)
-    if mesh is None:
-        return trained
-    return trained._replace(model=parallel.draft_on_mesh(mesh, trained.model).merge())
+    return loaded_target, [fitted(load(draft, dtype), loaded_target, mesh) for draft in drafts]
 
 
 def load_alone(spec: str, dtype: str | None = None, mesh: Mesh | None = None) -> Trained:
@@ -94,8 +74,10 @@ def completed(draft: Trained, target: Trained) -> Trained:
     return draft if complete is None else draft._replace(model=complete(target.model))
 
 
-def fitted(draft: Trained, target: Trained) -> Trained:
+def fitted(draft: Trained, target: Trained, mesh: Mesh | None = None) -> Trained:
     """Returns `draft` adapted to draft for `target`, and `completed`.
+
+    On a mesh it is placed by `parallel.draft_on_mesh`.
 
     With equal vocabularies it is returned unchanged. If they differ by added or padded tokens only,
     as in a family of models, it drafts the tokens that both have (token-level intersection: Timor
@@ -109,7 +91,7 @@ def fitted(draft: Trained, target: Trained) -> Trained:
     sizes = draft.model.vocab_size, target.model.vocab_size
     if draft.tokenizer.vocabulary in (UNKNOWN, target.tokenizer.vocabulary):
         if sizes[0] == sizes[1]:
-            return draft
+            return _placed(draft, mesh)
         shared = np.arange(sizes[1]) < min(sizes)
     else:
         shared = np.zeros(sizes[1], bool)
@@ -120,7 +102,13 @@ def fitted(draft: Trained, target: Trained) -> Trained:
             f"draft {draft.name!r} sees the features of another target than {target.name!r}: they "
             f"have {sizes[0]} and {sizes[1]} tokens; {REMEDY}"
         )
-    return draft._replace(model=SharedTokens(draft.model, shared))
+    return draft._replace(model=SharedTokens(_placed(draft, mesh).model, shared))
+
+
+def _placed(draft: Trained, mesh: Mesh | None) -> Trained:
+    if mesh is None:
+        return draft
+    return draft._replace(model=parallel.draft_on_mesh(mesh, draft.model).merge())
 
 
 def _same_tokens(draft: Trained, target: Trained) -> np.ndarray:

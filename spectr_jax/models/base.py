@@ -139,9 +139,10 @@ def split_abstract(build: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 class Decoder(nnx.Module):
-    """The base class of `Transformer` and `Llama`. Cache rows are the keys and values of each layer."""
+    """The base class of our decoders. Cache rows are the keys and values of each layer."""
 
     config: Any
+    blocks: Any
     norm: Any
     logits_of: Any
     _run: Any

@@ -55,6 +55,15 @@ class Eagle3Config(LlamaConfig):
     norm_joined: bool = False
     norm_output: bool = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "target_layers", tuple(self.target_layers))
+        if self.width == (1 + self.fused) * self.target_width:
+            raise UserError(
+                f"width={self.width}: must differ from the {1 + self.fused} states of width "
+                f"{self.target_width} of the target, from which the head tells its own"
+            )
+
     @property
     def fused(self) -> int:
         """Number of target layers that the head sees."""
@@ -74,10 +83,7 @@ class FirstBlock(Block):
     """A block whose attention reads an embedding and features; its residual is the features."""
 
     def __init__(self, config: Eagle3Config, *, rngs: nnx.Rngs):
-        super().__init__(config, 0, rngs=rngs)
-        dtype = jnp.dtype(config.dtype)
-        outputs = (config.heads + 2 * config.kv_heads) * config.head_width
-        self.qkv = dense_layer(2 * config.width, outputs, use_bias=False, dtype=dtype, rngs=rngs)
+        super().__init__(config, inputs=2 * config.width, rngs=rngs)
         self.norm_features = RMSNorm(config.width, config.norm_epsilon)
 
     def __call__(self, x_BxNx2E, turns_BxNxR, mask_BxNxT, rows, starts_B):
@@ -108,7 +114,7 @@ class Eagle3(Decoder):
         normed = widths if config.norm_each else [sum(widths)] if config.norm_joined else []
         self.norms_fuse = nnx.List([RMSNorm(width, config.norm_epsilon) for width in normed])
         self.fuse = linear(sum(widths), E)
-        rest = [Block(config, 0, rngs=rngs) for _ in range(config.layers - 1)]
+        rest = [Block(config, rngs=rngs) for _ in range(config.layers - 1)]
         self.blocks = nnx.List([FirstBlock(config, rngs=rngs), *rest])
         self.norm = RMSNorm(E, config.norm_epsilon)
         if config.head_tokens:

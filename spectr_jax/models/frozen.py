@@ -75,7 +75,7 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
     its other leaves are constants, as in Equinox.
 
     Raises:
-      UserError: `model` is no such pytree and no output of `freeze` or `load`, lacks a part of
+      UserError: `model` is not such a pytree or an output of `freeze` or `load`, lacks a part of
         `Model`, or has an unhashable part that is not an array.
     """
     if isinstance(model, Frozen):
@@ -102,15 +102,15 @@ def freeze(model: Model | Frozen | Trained) -> Frozen:
     leaves, structure = jax.tree.flatten(state)
     return Frozen(
         # NumPy's arrays can change later.
-        [jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves],
-        graphdef,
-        structure,
-        given.vocab_size,
-        given.context,
-        given.layers,
-        features_seen(given),
-        features_shown(given),
-        feature_layers(given),
+        leaves=[jnp.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves],
+        graphdef=graphdef,
+        structure=structure,
+        vocab_size=given.vocab_size,
+        context=given.context,
+        layers=given.layers,
+        features_seen=features_seen(given),
+        features_shown=features_shown(given),
+        feature_layers=feature_layers(given),
     )
 
 

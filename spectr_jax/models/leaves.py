@@ -20,6 +20,12 @@ def dtype_in(name: str, dtype: str) -> str:
     return "float32" if name.endswith("scale/value") else dtype
 
 
+def cast(tree: Any, dtype: str) -> Any:
+    """Returns a tree of float arrays in their `dtype_in` a decoder."""
+    leaves = named_leaves(tree)
+    return with_leaves(tree, {name: x.astype(dtype_in(name, dtype)) for name, x in leaves.items()})
+
+
 def with_leaves(like: Any, leaves: dict[str, Any]) -> Any:
     """Returns the inverse of `named_leaves`, for a tree of the structure of `like`."""
     return jax.tree.unflatten(

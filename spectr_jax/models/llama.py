@@ -144,19 +144,15 @@ class LlamaConfig:
             )
         if not self.windows:
             _check_heads(self)
-        for window in dict.fromkeys(self.windows):
-            self.at(window)
+        for layer in range(len(self.windows)):
+            self.of_layer(layer)
 
-    def at(self, window: int) -> "LlamaConfig":
-        """Returns the config of the layers with this window as that of a decoder of such layers.
-
-        Raises:
-          UserError: as `LlamaConfig`.
-        """
+    def of_layer(self, layer: int) -> "LlamaConfig":
+        """Returns the config of a decoder whose layers are all like one of this decoder, from 0."""
         if not self.windows:
             return self
         changes: dict[str, Any] = {"windows": (), "full_kv_heads": 0, "full_head_width": 0}
-        if window:
+        if self.windows[layer]:
             changes["keys_as_values"] = False
             if self.window_rope_theta:
                 changes |= {"rope_divisors": (), "rope_scale": 1.0}
@@ -165,10 +161,6 @@ class LlamaConfig:
             changes["kv_heads"] = self.full_kv_heads or self.kv_heads
             changes["head_width"] = self.full_head_width or self.head_width
         return dataclasses.replace(self, **changes)
-
-    def of_layer(self, layer: int) -> "LlamaConfig":
-        """Returns `at` the window of a layer, from 0."""
-        return self.at(self.windows[layer]) if self.windows else self
 
 
 def _check_heads(config: LlamaConfig) -> None:
@@ -194,18 +186,19 @@ def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
 class Block(nnx.Module):
     """Grouped-query attention and a gated MLP, each after an RMS norm and with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, window: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, inputs: int = 0, rngs: nnx.Rngs):
+        """Makes a block of `LlamaConfig.of_layer`. `inputs` is the width of the attention's inputs;
+        0 for that of the model."""
         linear = functools.partial(dense_layer, dtype=jnp.dtype(config.dtype), rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=config.norm_epsilon)
-        self.config, self.window = config, window
-        heads, E = config.at(window), config.width
+        self.config, E = config, config.width
         self.norm_attention = norm(E)
         # One product for q, k and v, and one for gate and up: launch overhead dominates small calls.
-        parts = sum(_joined_heads(heads)) * heads.head_width
-        self.qkv = linear(E, parts, use_bias=config.qkv_bias)
-        self.out = linear(heads.heads * heads.head_width, E, use_bias=False)
-        self.norm_q = norm(heads.head_width) if config.qk_norm else None
-        self.norm_k = norm(heads.head_width) if config.qk_norm else None
+        parts = sum(_joined_heads(config)) * config.head_width
+        self.qkv = linear(inputs or E, parts, use_bias=config.qkv_bias)
+        self.out = linear(config.heads * config.head_width, E, use_bias=False)
+        self.norm_q = norm(config.head_width) if config.qk_norm else None
+        self.norm_k = norm(config.head_width) if config.qk_norm else None
         self.norm_attended = norm(E) if config.post_norms else None
         self.norm_mlp = norm(E)
         self.gate_up = linear(E, 2 * config.mlp, use_bias=False)
@@ -232,7 +225,7 @@ class Block(nnx.Module):
         return x_BxNxE if self.layer_scale is None else x_BxNxE * self.layer_scale[...]
 
     def _attend(self, x_BxNxE, turns_BxNxR, mask_BxNxT, rows, starts_B):
-        config = self.config.at(self.window)
+        config = self.config
         B, N, _ = x_BxNxE.shape
         q_BxNxHxD, k_BxNxKxD, *values = (
             part.reshape(B, N, -1, config.head_width)
@@ -281,8 +274,8 @@ class Llama(Decoder):
             # Zeros: at first the draft sees only the last hidden state.
             zeros = nnx.initializers.zeros_init()
             self.fuse = linear(count * E, E, kernel_init=zeros)
-        windows = config.windows or (0,) * config.layers
-        self.blocks = nnx.List([Block(config, window, rngs=rngs) for window in windows])
+        kinds = map(config.of_layer, range(config.layers))
+        self.blocks = nnx.List([Block(kind, rngs=rngs) for kind in kinds])
         self.norm = RMSNorm(E, config.norm_epsilon)
         if config.head_tokens:
             self.head: Any = PartialHead(E, config.head_tokens, V, dtype=dtype, rngs=rngs)
@@ -318,14 +311,14 @@ class Llama(Decoder):
         if config.features:
             joined_BxNxE = self.join(self.norm_features(self._fused(features_BxNxE)))
             x_BxNxE += joined_BxNxE.astype(jnp.float32)
-        turns = {}
-        for window in set(config.windows) or {0}:
-            kind = config.at(window)
-            turns[window] = rotary.turns(positions_BxN, rotary_frequencies(kind), kind.rope_scale)
+        turns = {
+            kind: rotary.turns(positions_BxN, rotary_frequencies(kind), kind.rope_scale)
+            for kind in dict.fromkeys(block.config for block in self.blocks)
+        }
 
         def run(index, x_BxNxE, *given):
             block = self.blocks[index]
-            return _run_block(*nnx.split(block), x_BxNxE, turns[block.window], *given)
+            return _run_block(*nnx.split(block), x_BxNxE, turns[block.config], *given)
 
         return self._run_blocks(run, x_BxNxE, visible_BxNxM, cache, pending, layers, config.windows)
 

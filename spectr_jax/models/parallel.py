@@ -170,9 +170,9 @@ def on_mesh(mesh: Mesh, model: Any) -> Frozen:
     config, wanted = decoder.config, laid_out(decoder.config, devices)
     if devices == 1:
         return _replicated(mesh, frozen)
-    for _, module in nnx.iter_modules(decoder):
-        if hasattr(module, "config"):
-            module.config = wanted
+    decoder.config = wanted
+    for layer, block in enumerate(decoder.blocks):
+        block.config = wanted.of_layer(layer)
     graphdef, state = nnx.split(decoder)
     leaves = named_leaves(state)
     arrays = {}

@@ -72,7 +72,12 @@ def save_weights(
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
     proto = tokenizer_proto
-    family = next(name for name, (kind, *_) in FAMILIES.items() if isinstance(model, kind))
+    families = [name for name, (kind, *_) in FAMILIES.items() if type(model) is kind]
+    if not families:
+        raise UserError(
+            f"a model of type {type(model).__name__}: is not stored; keep its own files"
+        )
+    family = families[0]
     fields = dataclasses.asdict(model.config)
     if (shards := fields.pop("shards", 1)) > 1:
         raise UserError(f"shards={shards}: the model is split over a mesh; load it without a mesh")
@@ -90,7 +95,7 @@ def save_weights(
         elif dtype == "int8" and leaf.ndim == 2:
             arrays[name], arrays[name + SCALE] = _quantized(name, jnp.asarray(leaf, jnp.float32))
         else:
-            arrays[name] = jnp.asarray(leaf, jnp.bfloat16)
+            arrays[name] = jnp.asarray(leaf, dtype_in(name, "bfloat16"))
     digests = {name: digest(np.asarray(array).tobytes()) for name, array in arrays.items()}
     metadata[EXPORT] = digest(json.dumps([metadata, part_bytes, digests]).encode())
     parts = _parts(arrays, metadata, part_bytes)

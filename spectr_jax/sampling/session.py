@@ -16,8 +16,8 @@ from spectr_jax.decoding import Generation, Method, Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.request import padded_length
 from spectr_jax.decoding.stopping import before, dropped_space, prepared
-from spectr_jax.loading.by_name import SMOLLM2, Trained
-from spectr_jax.loading.pairs import fitted, load_alone, load_draft, load_pair
+from spectr_jax.loading.by_name import SMOLLM2, Trained, load
+from spectr_jax.loading.pairs import fitted, load_alone, load_pair
 from spectr_jax.models import parallel
 from spectr_jax.models.frozen import Frozen, TooLong, check_context, freeze
 from spectr_jax.sampling.trace import Recorded, read_calls, recorder
@@ -137,7 +137,7 @@ def open_session(
 def _default_draft(target: Trained, dtype: str | None, mesh: Mesh | None) -> Trained | None:
     """Returns `DEFAULT_DRAFT`, or None if the target has another vocabulary."""
     try:
-        return fitted(load_draft(DEFAULT_DRAFT, dtype, mesh), target)
+        return fitted(load(DEFAULT_DRAFT, dtype), target, mesh)
     except UserError:
         return None
 

@@ -143,6 +143,10 @@ def _config(
     layers = 1 + max(int(index[1]) for index in indices if index)
     fields = {**layer, "num_hidden_layers": layers, "tie_word_embeddings": False}
     shape = read_shape(folder, fields | {"model_type": kind}).config
+    if shape.windows:
+        raise refused(
+            source, "sliding_window", max(shape.windows), "unused: use_sliding_window=false"
+        )
     flags: dict[str, Any] = {ours: bool(given.get(name)) for name, ours in FLAGS.items()}
     if flags["norm_joined"] and flags["norm_each"]:
         raise refused(source, "fc_norm", True, "false with norm_before_fc")

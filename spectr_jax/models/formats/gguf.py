@@ -67,7 +67,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
 WINDOW, CAPS = {"gemma2": 4096}, {"gemma2": (50.0, 30.0)}
 """The window, and the caps of scores and logits, unless the file says otherwise."""
 ALTERNATING = {"gemma2": 2, "gemma3": 6, "gemma4": None}
-"""Models in which one of so many layers has no window, unless the file says otherwise."""
+"""The period of the layers without a window, unless the file says otherwise."""
 LARGEST = {"gemma2": 46, "gemma3": 62}
 """Number of layers of Gemma's models of 27B, whose scores are divided by another number."""
 
@@ -84,7 +84,9 @@ def load_gguf(file: GGUF, dtype: str = "float32", mesh: Mesh | None = None) -> L
       UserError: the file lacks a part, or its model is not supported; or as `fill`.
     """
     config, arch = gguf_config(file), file.need("general.architecture")
-    rotated = file.get(f"{arch}.rope.dimension_count", config.head_width)
+    rotated = config.head_width
+    if arch == "phi3":
+        rotated = file.get(f"{arch}.rope.dimension_count", rotated)
     unread = set(file.tensors) - {DIVISORS, SHORT, LONG}
 
     def tensor(name: str) -> Unread:
@@ -148,10 +150,10 @@ def gguf_config(file: GGUF) -> LlamaConfig:
     context, positions = _rotary(file, arch, full_width)
     windows = _windows(file, arch, layers, context)
     kv_heads, full_kv_heads = _kv_heads(file, arch, windows or (0,) * layers)
-    if windows and 0 in windows:
-        own = get("rope.freq_base_swa", 10_000.0 if arch in ("gemma3", "gemma4") else 0.0)
-        same = (own, (), 1.0) == tuple(positions.values())
-        positions["window_rope_theta"] = 0.0 if same else own
+    own = get("rope.freq_base_swa", 10_000.0 if arch in ("gemma3", "gemma4") else 0.0)
+    plain = {"rope_theta": own, "rope_divisors": (), "rope_scale": 1.0}
+    if windows and own and positions != plain:
+        positions |= {"window_rope_theta": own} if 0 in windows else plain
     first_full = windows.index(0) if 0 in windows else 0
     return LlamaConfig(
         layers=layers,

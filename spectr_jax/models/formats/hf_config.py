@@ -110,16 +110,16 @@ FIELDS = {
 
 
 class Shape(NamedTuple):
-    """The shape of a folder's model, and what only its weights show.
+    """The shape of a folder's model, and how its weights are stored.
 
     Attributes:
       config: the shape.
-      is_gemma: whether scales of norms are stored as w for 1 + w.
-      rotated: number of channels of a head that are rotated; the others are behind them.
+      adds_one: whether scales of norms are stored as w for 1 + w.
+      rotated: number of channels of a head that are rotated; the others come after them.
     """
 
     config: LlamaConfig
-    is_gemma: bool
+    adds_one: bool
     rotated: int
 
 
@@ -172,7 +172,8 @@ def read_shape(folder: pathlib.Path, given: dict[str, Any] | None = None) -> Sha
         qkv_bias=kind == "qwen2",
         qk_norm=kind in ("qwen3", "gemma3_text", "gemma4_text"),
     )
-    return Shape(config, kind in ("gemma", "gemma2", "gemma3_text"), full.channels)
+    adds_one = kind in ("gemma", "gemma2", "gemma3_text")
+    return Shape(config, adds_one, full.channels if partial else config.head_width)
 
 
 def _of_gemma(source: str, given: dict[str, Any], windows: tuple[int, ...]) -> dict[str, Any]:

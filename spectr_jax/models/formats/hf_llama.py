@@ -80,7 +80,7 @@ def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str,
         joined = FUSED.fullmatch(name) if name not in tensors else None
         found = tensors.unread(name) if joined is None else _part(config, tensors, *joined.groups())
         found = found.then(lambda rows: np.asarray(rows, np.float32))
-        if shape.is_gemma and name.endswith("norm.weight"):
+        if shape.adds_one and name.endswith("norm.weight"):
             return found.then(lambda rows: 1 + rows)
         if rotated < config.head_width and name.endswith(("q_proj.weight", "k_proj.weight")):
             # `fill` reads whole heads.

@@ -115,7 +115,8 @@ def _longrope(scaling: _Scaling):
     if not numbers or len(divisors) != pairs:
         raise refused(scaling.source, "short_factor", divisors, f"{pairs} positive numbers")
     scale = rotary.longrope_scale(given.get("factor", scaling.context / original), original)
-    return tuple(divisors), float(given.get("attention_factor", scale)), original
+    longest = min(scaling.context, original)
+    return tuple(divisors), float(given.get("attention_factor", scale)), longest
 
 
 def _proportional(scaling: _Scaling):

@@ -224,6 +224,17 @@ SLIDING = {"layer_types": ["sliding_attention"]}
         ({IDS: [2, 2, 4]}, {}, "must be distinct layers"),
         ({IDS: [2, 4]}, {}, r"fuse/kernel is \[96, 32\] where .* gives \[64, 32\]"),
         ({}, SLIDING, r"layer_types=\['sliding_attention'\]: must be full_attention"),
+        (
+            {},
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 3,
+                "max_window_layers": 0,
+            },
+            "sliding_window=3: must be unused",
+        ),
+        ({"target_hidden_size": 8}, {}, "width=32: must differ from the 4 states of width 8"),
         ({}, {"model_type": "gemma2"}, "model_type='gemma2': must be 'llama' or 'qwen3'"),
         ({}, {"attention_bias": True}, "attention_bias=True"),
         ({}, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
