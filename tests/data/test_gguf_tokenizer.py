@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -17,6 +18,7 @@ SENTENCES = [
     f"Sentence {number} of many; it's {number}00 and MORE, again\n and   again."
     for number in range(200)
 ]
+REFERENCES = pathlib.Path(__file__).parents[1] / "references"
 LINES = [*pathlib.Path(__file__).read_text().splitlines(), *["<0x4", "1>"] * 99]
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -258,6 +260,37 @@ def test_merges_of_gemma_4_are_read(trained):
     read = gguf_tokenizer(values, "file")
     for text in (*LINES[:50], *_strings(processor, 100)):
         assert read.prompt(text) == expected.prompt(text)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_prompts_and_chats_of_gemma_are_those_of_transformers(kind):
+    """A recorded tokenizer in the format of Gemma's has merges; its scores follow their order."""
+    recorded = np.load(REFERENCES / "gemma3_with_tokenizer.npz")
+    files = json.loads(str(recorded["files"]))
+    given = json.loads(files["tokenizer.json"])
+    settings = json.loads(files["tokenizer_config.json"])
+    tokens = sorted(given["model"]["vocab"], key=given["model"]["vocab"].get)
+    controls = {each["content"] for each in given["added_tokens"]}
+    kinds = [3 if each in controls else 6 if each.startswith("<0x") else 1 for each in tokens]
+    values = {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.chat_template": settings["chat_template"],
+    }
+    if kind == "llama":
+        values["tokenizer.ggml.scores"] = [-float(index) for index in range(len(tokens))]
+    else:
+        values["tokenizer.ggml.merges"] = [" ".join(pair) for pair in given["model"]["merges"]]
+    read = gguf_tokenizer(values, "file")
+    prompts = json.loads(str(recorded["prompts"]))
+    assert [read.prompt(each) for each in prompts] == json.loads(str(recorded["tokens"]))
+    chat = read.chat([{"role": "user", "content": prompts[0]}])
+    assert chat == json.loads(str(recorded["chat"])) and read.eos == (1, 5)
 
 
 @pytest.mark.parametrize(
