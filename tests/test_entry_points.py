@@ -240,7 +240,7 @@ CASES = [
     (
         EVAL,
         f"{LATENCY} --config.models=('2m',) --config.draft={EAGLE}",
-        "sees 576 features of its target",
+        "reads hidden states of width 576, and those of target",
     ),
     (
         EVAL,

@@ -1,5 +1,7 @@
 """Loads a target with drafts that share its vocabulary, except for added or padded tokens."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jax.sharding import Mesh
 
@@ -18,7 +20,7 @@ SHOWN = 3
 
 
 def load_pair(
-    target: str, drafts: tuple[str, ...], dtype: str | None, mesh: Mesh | None = None
+    target: str, drafts: Sequence[str], dtype: str | None = None, mesh: Mesh | None = None
 ) -> tuple[Trained, list[Trained]]:
     """Returns a target and its drafts, each draft `fitted` to the target.
 
@@ -27,6 +29,8 @@ def load_pair(
     Raises:
       UserError: as `load` and `fitted`.
     """
+    if isinstance(drafts, str):
+        raise UserError(f"drafts={drafts!r}: must be a tuple of names; give ({drafts!r},)")
     loaded_target = load_alone(target, dtype, mesh)
     return loaded_target, [fitted(load(draft, dtype), loaded_target, mesh) for draft in drafts]
 
@@ -67,8 +71,8 @@ def completed(draft: Trained, target: Trained) -> Trained:
     seen, shown = features_seen(draft.model), features_shown(target.model)
     if seen not in (0, shown):
         raise UserError(
-            f"draft {draft.name!r} sees {seen} features of its target, and {target.name!r} shows "
-            f"{shown}; {REMEDY}"
+            f"draft {draft.name!r} reads hidden states of width {seen}, and those of target "
+            f"{target.name!r} have width {shown}; {REMEDY}"
         )
     complete = getattr(draft.model, "completed", None)
     return draft if complete is None else draft._replace(model=complete(target.model))

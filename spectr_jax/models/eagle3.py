@@ -27,6 +27,8 @@ from spectr_jax.utils.errors import UserError
 
 FUSED = 3
 """The number of target layers that a head sees unless it names them."""
+LEAST_LAYERS = 7
+"""The smallest number of layers of a target whose `default_layers` are different layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,11 @@ class Eagle3(Decoder):
         """
         config, count = self.config, target.layers
         layers = config.target_layers or default_layers(count)
+        if not config.target_layers and count < LEAST_LAYERS:
+            raise UserError(
+                f"draft: sees the layers 2, L / 2 and L - 3 of its target, which needs at least "
+                f"{LEAST_LAYERS} layers and has {count}; give the target that it was trained for"
+            )
         if max(layers) > count or len({*layers}) < len(layers) or min(layers) < 1:
             raise UserError(
                 f"draft: sees layers {layers}, but this target has {count}; give the target that "

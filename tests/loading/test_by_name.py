@@ -46,7 +46,7 @@ def _probabilities(model, tokens):
 def test_an_accelerator_loads_bfloat16_by_default(monkeypatch):
     monkeypatch.setattr(backend, "on_cpu", lambda: False)
     leaves = jax.tree.leaves(nnx.state(load("random:draft_2m").model))
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in leaves if leaf.ndim > 1} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.slow
@@ -54,7 +54,8 @@ def test_random_models_are_reproducible_and_overlap_by_0_7():
     first, again = (load("random:draft_2m").model for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
     narrow = load("random:draft_20m", "bfloat16").model
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("bfloat16")}
+    kernels = [leaf for leaf in jax.tree.leaves(nnx.state(narrow)) if leaf.ndim > 1]
+    assert {leaf.dtype for leaf in kernels} == {jnp.dtype("bfloat16")}
     tokens = np.random.default_rng(0).integers(0, 8192, (2, 16))
     overlap = jnp.sum(
         jnp.minimum(_probabilities(first, tokens), _probabilities(narrow, tokens)), axis=-1

@@ -79,8 +79,8 @@ def test_heads_of_other_targets_are_refused_before_anything_is_compiled(
     targets = [wide, target_of(layers=6), target_of(vocab_size=64), target_of(), wide]
     heads = [head, head, head, deep, narrow]
     errors = [
-        "sees 32 features of its target, and 'target' shows 24",
-        r"sees layers \(2, 3, 3\), but this target has 6",
+        "reads hidden states of width 32, and those of target 'target' have width 24",
+        "needs at least 7 layers and has 6",
         "have 60 and 64 tokens",
         r"sees layers \(2, 4, 9\), but this target has 7",
         "of width 32 without an embedding, and this target has none of that width",

@@ -91,14 +91,19 @@ def load_eagle3(folder: pathlib.Path, dtype: str = "float32") -> Eagle3:
             raise UserError(f"{source!r} lacks {name!r}, a part of its model; fetch it again")
         return tensor(name)
 
-    head = read(HEAD)
+    head, fuse = read(HEAD), read(FUSE)
     config = _config(folder, given, names, head.shape[0])
+    if (inputs := fuse.shape[-1]) != config.fused * config.target_width:
+        raise UserError(
+            f"{source!r}: {FUSE} has {inputs} inputs, which are not {config.fused} layers of width "
+            f"{config.target_width}; correct {IDS} or target_hidden_size, or fetch it again"
+        )
     without = {"head"} if config.own_embed else {"head", "embed"}
     parts = {part: name for part, name in NAMES.items() if part not in without}
     arrays: list[tuple[str, Any]] = [
         *llama_arrays(config, tensor, parts, LAYER, source, first=2 * config.width),
         ("blocks/0/norm_features/scale", read(NORM_FEATURES)),
-        ("fuse/kernel", read(FUSE)),
+        ("fuse/kernel", fuse),
     ]
     norms = [f"fc_norm.{index}.weight" for index in range(config.fused)] if config.norm_each else []
     norms += ["input_norm.weight"] if config.norm_joined else []
@@ -133,6 +138,7 @@ def _config(
         raise refused(source, "architectures", declared, f"one of {', '.join(ARCHITECTURES)}")
     sizes = ("draft_vocab_size", "target_hidden_size")
     check_fields(source, given, {"true or false": tuple(FLAGS), "a positive integer": sizes})
+    check_known(source, layer, {"use_sliding_window": (False, None)})
     if kinds := set(layer.get("layer_types") or ()) - {"full_attention"}:
         raise refused(source, "layer_types", sorted(kinds), "full_attention")
     # Only a nested config says which layers it has; all others have those of Llama.
@@ -143,10 +149,6 @@ def _config(
     layers = 1 + max(int(index[1]) for index in indices if index)
     fields = {**layer, "num_hidden_layers": layers, "tie_word_embeddings": False}
     shape = read_shape(folder, fields | {"model_type": kind}).config
-    if shape.windows:
-        raise refused(
-            source, "sliding_window", max(shape.windows), "unused: use_sliding_window=false"
-        )
     flags: dict[str, Any] = {ours: bool(given.get(name)) for name, ours in FLAGS.items()}
     if flags["norm_joined"] and flags["norm_each"]:
         raise refused(source, "fc_norm", True, "false with norm_before_fc")

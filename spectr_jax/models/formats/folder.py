@@ -162,11 +162,16 @@ def check_known(
     """
     for name, values in known.items():
         if (value := config.get(prefix + name, values[0])) not in values:
-            raise refused(source, prefix + name, value, " or ".join(map(repr, values)))
+            wanted = " or ".join(map(repr, values))
+            raise refused(source, prefix + name, value, wanted, "give another model")
 
 
-def refused(source: str, name: str, value: Any, wanted: str) -> UserError:
+def refused(
+    source: str,
+    name: str,
+    value: Any,
+    wanted: str,
+    remedy: str = "give another model, or correct a wrong value",
+) -> UserError:
     """Returns the error for a value in the configuration of a model."""
-    return UserError(
-        f"{source!r} has {name}={value!r:.60}: must be {wanted}; give another model, or correct a wrong value"
-    )
+    return UserError(f"{source!r} has {name}={value!r:.60}: must be {wanted}; {remedy}")

@@ -80,11 +80,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Defaults of transformers for fields missing from config.json; a null is not replaced."""
 WITH_TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 """Models of text and images whose config.json nests that of the text model."""
+KINDS = ("llama", *DEFAULTS)
+"""The values of `model_type`."""
 KNOWN: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama", *DEFAULTS),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "quantization_config": (None,),
     "use_bidirectional_attention": (None, False, "vision"),
     # What Gemma 4's small models and mixtures add.
     "hidden_size_per_layer_input": (0,),
@@ -133,15 +133,25 @@ def read_config(folder: pathlib.Path, given: dict[str, Any] | None = None) -> di
     Raises:
       UserError: the file is missing, damaged or incomplete, or the model is not supported.
     """
-    source, given = str(folder), given or read_json(folder / "config.json")
+    source = str(folder)
+    if given is None:
+        given = read_json(folder / "config.json")
+        if "draft_vocab_size" in given or "speculators_model_type" in given:
+            raise UserError(f"{source!r} is a draft head; give eagle3:{source}, as a draft")
     if isinstance(text := given.get("text_config"), dict) and given.get("model_type") in WITH_TEXT:
         names = ("bos_token_id", "eos_token_id")
         tokens: dict[str, Any] = {name: given[name] for name in names if name in given}
         given = {"model_type": WITH_TEXT[given["model_type"]], **text, **tokens}
+    if given.get("quantization_config") is not None:
+        remedy = "give the folder of the model before, or a GGUF file"
+        raise UserError(f"{source!r} has quantised weights, which are not read here; {remedy}")
     kind = str(given.get("model_type"))
+    if kind not in KINDS:
+        known = " or ".join(map(repr, ("gpt2", *KINDS, *WITH_TEXT)))
+        raise refused(source, "model_type", given.get("model_type"), known, "give another model")
     given = {**DEFAULTS.get(kind, {}), **given}
     given = {name: value for name, value in given.items() if value is not None}
-    check_known(source, {"model_type": None, **given}, KNOWN)
+    check_known(source, given, KNOWN)
     check_fields(source, given, FIELDS)
     if missing := [name for name in tuple(SHAPE.values())[:-3] if name not in given]:
         raise UserError(f"{source!r} has a config.json without {missing[0]!r}; fetch it again")

@@ -77,8 +77,7 @@ def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str,
 
     def tensor(name: str) -> Unread:
         name = start + name.removeprefix(MODEL) if name.startswith(MODEL) else name
-        joined = FUSED.fullmatch(name) if name not in tensors else None
-        found = tensors.unread(name) if joined is None else _part(config, tensors, *joined.groups())
+        found = _stored(config, tensors, name)
         found = found.then(lambda rows: np.asarray(rows, np.float32))
         if shape.adds_one and name.endswith("norm.weight"):
             return found.then(lambda rows: 1 + rows)
@@ -91,11 +90,15 @@ def hf_arrays(shape: Shape, tensors: Folder, source: str) -> Iterator[tuple[str,
     return llama_arrays(config, tensor, names, LAYER, source)
 
 
-def _part(config: LlamaConfig, tensors: Folder, before: str, part: str) -> Unread:
-    """Returns a part of a tensor that Phi-3 stores joined; raises as `Folder.unread`."""
-    name = "qkv" if part in "qkv" else "gate_up"
-    first, count, _ = rows_in_joined(config, part)
-    return rows_of(tensors.unread(f"{before}{name}_proj.weight"), first, count)
+def _stored(config: LlamaConfig, tensors: Folder, name: str) -> Unread:
+    """Returns a tensor, or its part of one that Phi-3 stores joined; raises as `Folder.unread`."""
+    if (found := FUSED.fullmatch(name)) is not None and name not in tensors:
+        before, part = found.groups()
+        joined = f"{before}{'qkv' if part in 'qkv' else 'gate_up'}_proj.weight"
+        if joined in tensors:
+            first, count, _ = rows_in_joined(config, part)
+            return rows_of(tensors.unread(joined), first, count)
+    return tensors.unread(name)
 
 
 def save_llama(
@@ -113,7 +116,7 @@ def save_llama(
       UserError: the layout cannot represent the model.
     """
     config = model.config
-    remedy = "cannot be written to a Hugging Face folder; use save_weights"
+    remedy = "cannot be written to a Hugging Face folder; keep the folder or file that it is from"
     if config.shards > 1:
         raise UserError(f"shards={config.shards}: is split over devices; load it without a mesh")
     for field in dataclasses.fields(config):

@@ -45,9 +45,16 @@ def open_run(workdir: pathlib.Path) -> Run:
     """
     try:
         config = parse_json(read_text(workdir / CONFIG))
+        if "model_type" in config or "architectures" in config:
+            raise UserError(
+                f"{str(workdir)!r} is a folder of Hugging Face; give hf:{workdir}, or "
+                f"eagle3:{workdir} for a draft head"
+            )
         if kind_of(config) == LANGUAGE_MODEL:
             shape = TransformerConfig(**{**config["model"], "dropout": 0.0})
             return Run(config, shape, BITS, None)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{str(workdir)!r} is not the workdir of a training run ({error}); fix the path"
