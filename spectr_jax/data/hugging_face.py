@@ -215,6 +215,18 @@ def _add_declared(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path) -> None
             )
 
 
+def without_tokens_from(tokenizer: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+    """Returns a tokenizer without the added tokens from id `size` on.
+
+    Tokenizers of a family have tokens for images that its text models lack, such as Gemma 3's.
+    """
+    if max(tokenizer.get_added_tokens_decoder(), default=0) < size:
+        return tokenizer
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
 def read_template(folder: pathlib.Path) -> str | None:
     """Returns the chat template of a model's folder (the default one of several), or None."""
     path = folder / TEMPLATE

@@ -262,7 +262,8 @@ def _from_hugging_face(source: str, dtype: str, mesh: Mesh | None = None) -> Tra
     is_gpt2 = read_json(folder / "config.json").get("model_type") == "gpt2"
     config = (gpt2 if is_gpt2 else hf_config).read_config(folder)
     vocab_size = config["vocab_size"]
-    read = hugging_face.read_tokenizer(folder)  # Before the weights, which take longer.
+    # Before the weights, which take longer.
+    read = hugging_face.without_tokens_from(hugging_face.read_tokenizer(folder), vocab_size)
     first_added = hugging_face.first_added(read)
     template, names = hugging_face.read_template(folder), hugging_face.read_names(folder)
     more = hugging_face.turn_ends(read, template, names)

@@ -151,6 +151,9 @@ def _check_protocol(model: Any) -> None:
 def digest(model: Model | Frozen | Trained) -> str:
     """Returns twelve hexadecimal digits of a hash of a model's arrays, shapes and dtypes.
 
+    Functions and constants, such as Python numbers in the parameters of a `FunctionalModel`, are not
+    part of it.
+
     If devices of several processes hold the arrays, every process must call it.
 
     Raises:

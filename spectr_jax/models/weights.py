@@ -20,7 +20,7 @@ from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.formats.tensors import Unread, locations_of, unread
 from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
-from spectr_jax.models.quantized import quantized
+from spectr_jax.models.quantized import Int8Linear, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.utils.errors import UserError, unknown
@@ -78,6 +78,8 @@ def save_weights(
             f"a model of type {type(model).__name__}: is not stored; keep its own files"
         )
     family = families[0]
+    if any(isinstance(module, Int8Linear) for _, module in nnx.iter_modules(model)):
+        raise UserError("an int8 model is not stored; give the model before, and dtype='int8'")
     fields = dataclasses.asdict(model.config)
     if (shards := fields.pop("shards", 1)) > 1:
         raise UserError(f"shards={shards}: the model is split over a mesh; load it without a mesh")

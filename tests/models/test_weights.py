@@ -105,6 +105,8 @@ def test_int8_weights_in_several_parts_load_back(tmp_path):
         axis = 1 if name.startswith("embed/") else 0
         largest = np.max(np.abs(leaf), axis=axis, keepdims=True)
         assert np.all(np.abs(ours[name] - leaf) <= largest / 127 * 0.5001)
+    with pytest.raises(UserError, match="an int8 model is not stored"):
+        save_weights(tmp_path / "again", quantize(model), b"pieces", {}, dtype="int8")
     again = quantize(loaded)
     np.testing.assert_array_equal(
         again.blocks[0].up.kernel[...].T, stored["blocks/0/up/kernel/value"]

@@ -12,8 +12,7 @@ What the layouts number differently are the target layers that a head sees, here
 - Not named: `models.eagle3.default_layers`, in all layouts.
 - `eagle_aux_hidden_state_layer_ids` of the config (speculators, vLLM): state 0 is the embedding and
   state i the output of layer i, so the numbers are ours.
-- The same within `eagle_config` (SpecForge, ModelOpt, SGLang): layers from 0 if the first is 1,
-  which is then the default's 2; otherwise the numbers are ours, as SGLang decides it.
+- The same within `eagle_config` (SpecForge, ModelOpt, SGLang): layers from 0, so one is added.
 """
 
 import functools
@@ -147,7 +146,9 @@ def _config(
         raise refused(source, "model_type", kind, "'llama' or 'qwen3'")
     indices = [re.match(r"layers\.(\d+)\.", name) for name in names]
     layers = 1 + max(int(index[1]) for index in indices if index)
-    fields = {**layer, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    # `layer_types`, all full, may be the target's.
+    fields = {name: value for name, value in layer.items() if name != "layer_types"}
+    fields |= {"num_hidden_layers": layers, "tie_word_embeddings": False}
     shape = read_shape(folder, fields | {"model_type": kind}).config
     flags: dict[str, Any] = {ours: bool(given.get(name)) for name, ours in FLAGS.items()}
     if flags["norm_joined"] and flags["norm_each"]:
@@ -172,8 +173,7 @@ def _layers(source: str, given: dict[str, Any], eagle: dict[str, Any]) -> tuple[
     ids = given.get(IDS) or eagle.get(IDS) or []
     if not isinstance(ids, list) or not all(type(index) is int for index in ids):
         raise refused(source, IDS, ids, "a list of layers")
-    from_0 = not given.get(IDS) and ids[:1] == [1]
-    layers = tuple(index + from_0 for index in ids)
+    layers = tuple(index + (not given.get(IDS)) for index in ids)
     if len({*layers}) < len(layers) or min(layers, default=1) < 1:
         raise refused(source, IDS, ids, "distinct layers of the target")
     return layers

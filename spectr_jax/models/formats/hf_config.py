@@ -195,6 +195,8 @@ def _of_gemma(source: str, given: dict[str, Any], windows: tuple[int, ...]) -> d
         "logit_cap": float(given.get("final_logit_softcapping", 0)),
     }
     if kind in ("gemma2", "gemma3_text"):
+        if "query_pre_attn_scalar" not in given:
+            raise refused(source, "query_pre_attn_scalar", None, "a positive number")
         fields["query_width"] = float(given["query_pre_attn_scalar"])
     if kind == "gemma2":
         fields["attention_cap"] = float(given.get("attn_logit_softcapping", 0))
@@ -237,7 +239,7 @@ def _activation(source: str, given: dict[str, Any]) -> str:
     name = given.get("hidden_activation", given.get("hidden_act", default))
     if given["model_type"] == "gemma" and name == "gelu":
         name = default
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise refused(source, "hidden_act", name, " or ".join(map(repr, ACTIVATIONS)))
     return ACTIVATIONS[name]
 

@@ -169,7 +169,13 @@ def read_rotary(
         raise refused(source, "partial_rotary_factor", share, wanted)
     channels = head_width if name == "proportional" else channels
     context = given["max_position_embeddings"]
-    divisors, scale, longest = TYPES[name](_Scaling(source, fields, theta, channels, context))
+    try:
+        divisors, scale, longest = TYPES[name](_Scaling(source, fields, theta, channels, context))
+    except (ZeroDivisionError, ValueError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        wanted = f"numbers for positions of type {name!r}"
+        raise refused(source, "rope_parameters", fields, wanted) from error
     if channels < head_width:
         divisors = rotary.of_first_channels(theta, head_width, channels, divisors)
     return Rotary(theta, divisors, scale, longest, channels)
@@ -177,6 +183,11 @@ def read_rotary(
 
 def _fields(source: str, given: dict[str, Any], kind: str) -> dict[str, Any]:
     """Returns the fields of a kind of layers, without nulls."""
+    if kind == SLIDING and "rope_local_base_freq" in given:  # Gemma 3's.
+        nested = given.get("rope_parameters")
+        own = nested.get(SLIDING) if isinstance(nested, dict) else None
+        own = _without_nulls(own) if isinstance(own, dict) else {}
+        return {"rope_theta": given["rope_local_base_freq"], **own}
     scaling = _objects(source, given, "rope_scaling")
     if "rope_parameters" in given:
         newer = _objects(source, given, "rope_parameters")
@@ -184,8 +195,6 @@ def _fields(source: str, given: dict[str, Any], kind: str) -> dict[str, Any]:
             wanted = "equal to rope_parameters, or absent"
             raise refused(source, "rope_scaling", given["rope_scaling"], wanted)
         scaling = newer
-    elif kind == SLIDING and "rope_local_base_freq" in given:  # Gemma 3's files.
-        return {"rope_theta": given["rope_local_base_freq"]}
     outside = {name: given[name] for name in OUTSIDE if name in given}
     first = {name: outside.pop(name) for name in OUTSIDE[2:] if name in outside}
     return {**outside, **scaling[kind], **first}
@@ -201,9 +210,12 @@ def _objects(source: str, given: dict[str, Any], field: str) -> dict[str, dict[s
         raise refused(source, field, scaling, f"one object, or objects for {FULL} and {SLIDING}")
     found = {}
     for kind in (FULL, SLIDING):
-        own = scaling.get(kind, {}) if nested else scaling
-        renamed = {"rope_type": own.get("type"), **own}
-        found[kind] = {
-            name: value for name, value in renamed.items() if name != "type" and value is not None
-        }
+        own = scaling.get(kind) or {} if nested else scaling
+        found[kind] = _without_nulls(own)
     return found
+
+
+def _without_nulls(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object without nulls, and with `rope_type` where older files have `type`."""
+    renamed = {"rope_type": scaling.get("type"), **scaling}
+    return {name: value for name, value in renamed.items() if name != "type" and value is not None}

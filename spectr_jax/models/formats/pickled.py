@@ -41,8 +41,11 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes dictionaries of `_Tensor`, and raises `UnpicklingError` for all other objects."""
+class _Unpickler(pickle._Unpickler):
+    """Makes dictionaries of `_Tensor`, and raises `UnpicklingError` for all other objects.
+
+    The form in Python: that in C allocates as much memory as a damaged file names.
+    """
 
     def __init__(self, file: io.BytesIO, starts: dict[str, int]):
         super().__init__(file)
@@ -80,6 +83,8 @@ def locations_of(file: pathlib.Path) -> dict[str, Location]:
                 opened.seek(entry.header_offset + 26)  # The lengths of the name and of padding.
                 lengths = np.frombuffer(opened.read(4), "<u2")
                 starts[entry.filename.rpartition("/")[2]] = opened.tell() + int(lengths.sum())
+            if any(entry.flag_bits & 1 for entry in archive.infolist()):
+                raise ValueError("it is encrypted")
             [listing] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             found = _Unpickler(io.BytesIO(archive.read(listing)), starts).load()
         return {name: _location(file, tensor) for name, tensor in found.items()}
@@ -87,14 +92,17 @@ def locations_of(file: pathlib.Path) -> dict[str, Location]:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-_MALFORMED = (AttributeError, EOFError, IndexError, KeyError, TypeError)
+_MALFORMED = (
+    *(AttributeError, EOFError, IndexError, KeyError, TypeError, RuntimeError, OverflowError),
+)
 """What reading a malformed pickle can raise."""
 
 
 def _location(file: pathlib.Path, tensor: _Tensor) -> Location:
     dtype, shape = tensor.storage.dtype, tuple(tensor.shape)
     dense = tuple(np.cumprod((1, *shape[:0:-1]))[::-1].tolist()) if shape else ()
-    if tuple(tensor.strides) != dense:
+    both = zip(shape, tensor.strides, dense, strict=True)
+    if any(size > 1 and stride != wanted for size, stride, wanted in both):
         raise ValueError(f"a tensor of shape {list(shape)} has strides {list(tensor.strides)}")
     size = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BOOL": 1}.get(dtype, 2)
     return file, tensor.storage.first + tensor.offset * size, dtype, shape

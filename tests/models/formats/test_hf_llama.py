@@ -184,6 +184,16 @@ def test_absent_config_fields_have_defaults(folder):
             "must be one object, or objects for full_attention and sliding_attention",
         ),
         ({"rope_scaling": "linear"}, "has rope_scaling='linear': must be an object; give"),
+        ({"hidden_act": ["silu"]}, "has hidden_act=['silu']: must be"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "must be numbers for positions of type 'yarn'",
+        ),
+        (
+            {"model_type": "gemma3_text", "query_pre_attn_scalar": None},
+            "has query_pre_attn_scalar=None: must be a positive number",
+        ),
+        ({"draft_vocab_size": 8}, "is a draft head; give eagle3:"),
         ({"rope_theta": "x"}, "has rope_theta='x': must be a positive number"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},

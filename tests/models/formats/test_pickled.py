@@ -61,9 +61,10 @@ def _archive(folder, content, compression=zipfile.ZIP_STORED):
         (pickle.dumps({"a": np.ones(2)}), "is neither a tensor nor a dictionary"),
         (pickle.dumps({"a": 3}), "has no attribute 'storage'"),
         (pickle.dumps([3]), "has no attribute 'items'"),
-        (b"", "Ran out of input"),
+        (b"", "EOFError"),
+        (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x0f.", "EOFError"),
     ],
-    ids=["function", "array", "number", "list", "empty"],
+    ids=["function", "array", "number", "list", "empty", "bytes"],
 )
 def test_other_objects_are_refused_and_no_code_runs(tmp_path, capsys, content, problem):
     _archive(tmp_path, content)

@@ -13,6 +13,7 @@ import safetensors.numpy
 from spectr_jax import check_model, generate, get_method, load
 from spectr_jax.decoding import Policy
 from spectr_jax.models.formats import hf_llama
+from spectr_jax.models.formats.hf_config import read_shape
 
 ROOT = pathlib.Path(__file__).parents[3]
 REFERENCES = runpy.run_path(str(ROOT / "scripts" / "dev" / "references.py"))
@@ -65,6 +66,40 @@ def test_text_and_chats_are_those_of_transformers(tmp_path):
     out = generate(jax.random.key(0), method, model, model, padded, lengths, 12, policy=GREEDY)
     for row, length, text in zip(np.asarray(out.tokens), lengths, texts, strict=True):
         assert model.tokenizer.decode(row[length : length + 12]) == text
+
+
+def test_added_tokens_beyond_the_vocabulary_are_left_out(tmp_path):
+    """Tokenizers of text models have the family's tokens for images, such as that of Gemma 3 1B."""
+    REFERENCES["write"](WITH_TOKENIZER, tmp_path)
+    before = load(f"hf:{tmp_path}", "float32")
+    file, size = tmp_path / "tokenizer.json", before.model.vocab_size
+    content = json.loads(file.read_text())
+    image = {"id": size, "content": "<image>", "special": True, "normalized": False}
+    options = {"single_word": False, "lstrip": False, "rstrip": False}
+    mask = {**image, "id": size - 1, "content": "<mask>"}
+    content["added_tokens"] += [{**mask, **options}, {**image, **options}]
+    file.write_text(json.dumps(content))
+    after = load(f"hf:{tmp_path}", "float32")
+    assert after.tokenizer.tokens == [*before.tokenizer.tokens, "<mask>"]
+    assert max(after.tokenizer.encode("an <image>")) < size
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        {"rope_parameters": {"full_attention": {**REFERENCES["LINEAR"], "rope_theta": 1e6}}},
+        {"rope_parameters": {"full_attention": REFERENCES["LINEAR"], "sliding_attention": {}}},
+    ],
+)
+def test_windowed_layers_of_gemma_3_have_a_base_of_their_own(rope, tmp_path):
+    REFERENCES["write"]("gemma3", tmp_path)
+    wanted = read_shape(tmp_path).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        config.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(config | rope))
+    assert read_shape(tmp_path).config == wanted
 
 
 @pytest.mark.parametrize("start", ["model.language_model.", "language_model.model."])
