@@ -68,6 +68,7 @@ def choice(name: str, V: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Writes the table."""
     rows, workdir = [], pathlib.Path(_WORKDIR.value)
     for name in _ONLY.value or TEST["VERIFIERS"]:
         row: dict[str, Any] = {"method": name, "tree": TEST["VERIFIERS"][name][1]}

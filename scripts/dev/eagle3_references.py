@@ -4,8 +4,7 @@ It also records a file of PyTorch, in which heads may be published.
 
     REFERENCES/bin/python scripts/dev/eagle3_references.py
 
-Run it in an environment of its own with speculators 0.9 and torch for CPUs, which no test needs.
-Each head has the weights of tests/references/weights.py. The library runs it as in training: step 0
+Run it in the environment of scripts/dev/references.py, which no test needs. Each head has the weights of tests/references/weights.py. The library runs it as in training: step 0
 on all tokens with the target's features, each later step one token deeper, with the head's own.
 """
 
@@ -58,6 +57,7 @@ HEADS = {
 
 
 def main() -> None:
+    """Writes all files."""
     numbers = torch.arange(12).reshape(4, 3)
     kinds = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
     tensors = {kind: numbers.to(getattr(torch, kind)) for kind in kinds}

@@ -91,7 +91,7 @@ def _placed(
     order = places[kernel].order if kernel in places else None
     turned = name.endswith("/kernel") and not int8
     shape = array.shape[::-1] if turned else array.shape
-    _check(source, name, shape, _published(wanted.get(kernel), places.get(kernel)))
+    _check(f"{source!r}: {name}", shape, _published(wanted.get(kernel), places.get(kernel)))
 
     # Both leaves of an int8 array share a read, and so do devices that hold the same rows.
     @functools.cache
@@ -176,13 +176,12 @@ def check_memory(
         )
 
 
-def _check(source: str, name: str, given: tuple[int, ...], expected: tuple[int, ...] | None):
+def _check(name: str, given: tuple[int, ...], expected: tuple[int, ...] | None):
     """Raises `UserError` unless an array has the `expected` shape; None if there is no such part."""
     if given != expected:
         wanted = "none" if expected is None else list(expected)
         raise UserError(
-            f"{source!r}: {name} is {list(given)} where its configuration gives {wanted}; "
-            "fetch both again"
+            f"{name} is {list(given)} where its configuration gives {wanted}; fetch both again"
         )
 
 
@@ -211,7 +210,7 @@ def llama_arrays(
       UserError: a tensor is missing, or its shape is not the config's.
     """
 
-    def read(part, layer=None):
+    def read(part: str, layer: int | None = None) -> Unread:
         try:
             return tensor(("" if layer is None else prefix.format(layer)) + names[part])
         except KeyError as error:
@@ -219,38 +218,14 @@ def llama_arrays(
                 f"{source!r} lacks {error}, a part of its model; fetch it again"
             ) from error
 
-    def read_all(layer, *parts):
-        """Returns parts that are one array here, after a check of their shapes."""
-        heads, arrays = config.of_layer(layer), [read(part, layer) for part in parts]
-        keys = heads.kv_heads * heads.head_width
-        rows = {"q": heads.heads * heads.head_width, "k": keys, "v": keys}
-        rows |= {"gate": config.mlp, "up": config.mlp}
-        for part, array in zip(parts, arrays, strict=True):
-            kind, _, bias = part.partition("_")
-            width = first if first and layer == 0 and kind in "qkv" else config.width
-            expected = (rows[kind],) if bias else (rows[kind], width)
-            _check(source, f"{layer}.{part}", array.shape, expected)
-        return joined(arrays)
-
     def arrays() -> Iterator[tuple[str, Unread]]:
-        norms = ["norm_attention", "norm_mlp"]
-        norms += ["norm_q", "norm_k"] if config.qk_norm else []
-        norms += ["norm_attended", "norm_down"] if config.post_norms else []
         if "embed" in names:
             yield "embed/embedding", read("embed")
         for layer in range(config.layers):
-            block = f"blocks/{layer}"
-            for norm in norms:
-                yield f"{block}/{norm}/scale", read(norm, layer)
-            of_heads = "qk" if config.of_layer(layer).keys_as_values else "qkv"
-            yield f"{block}/qkv/kernel", read_all(layer, *of_heads)
-            if config.qkv_bias:
-                yield f"{block}/qkv/bias", read_all(layer, *(f"{part}_bias" for part in of_heads))
-            yield f"{block}/out/kernel", read("out", layer)
-            yield f"{block}/gate_up/kernel", read_all(layer, "gate", "up")
-            yield f"{block}/down/kernel", read("down", layer)
-            if config.layer_scale:
-                yield f"{block}/layer_scale", read("layer_scale", layer)
+            inputs = first if first and layer == 0 else config.width
+            kind, of_layer = config.of_layer(layer), functools.partial(read, layer=layer)
+            for name, array in _layer_arrays(kind, inputs, of_layer, f"{source!r}: {layer}."):
+                yield f"blocks/{layer}/{name}", array
         yield "norm/scale", read("norm")
         if "head" in names and not config.tied:
             yield "head/kernel", read("head")
@@ -258,6 +233,41 @@ def llama_arrays(
     # A model that claims a billion layers would be built before its arrays are read.
     read("norm_attention", config.layers - 1)
     return arrays()
+
+
+def _layer_arrays(
+    config: LlamaConfig, inputs: int, read: Callable[[str], Unread], place: str
+) -> Iterator[tuple[str, Unread]]:
+    """Returns an iterator over the arrays of a layer. `inputs` is the width of what q, k and v read.
+    `place` precedes names in errors."""
+    keys = config.kv_heads * config.head_width
+    rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}
+    rows |= {"gate": config.mlp, "up": config.mlp}
+
+    def read_all(*parts):
+        """Returns parts that are one array here, after a check of their shapes."""
+        arrays = [read(part) for part in parts]
+        for part, array in zip(parts, arrays, strict=True):
+            kind, _, bias = part.partition("_")
+            width = inputs if kind in "qkv" else config.width
+            expected = (rows[kind],) if bias else (rows[kind], width)
+            _check(place + part, array.shape, expected)
+        return joined(arrays)
+
+    norms = ["norm_attention", "norm_mlp"]
+    norms += ["norm_q", "norm_k"] if config.qk_norm else []
+    norms += ["norm_attended", "norm_down"] if config.post_norms else []
+    for norm in norms:
+        yield f"{norm}/scale", read(norm)
+    of_heads = "qk" if config.keys_as_values else "qkv"
+    yield "qkv/kernel", read_all(*of_heads)
+    if config.qkv_bias:
+        yield "qkv/bias", read_all(*(f"{part}_bias" for part in of_heads))
+    yield "out/kernel", read("out")
+    yield "gate_up/kernel", read_all("gate", "up")
+    yield "down/kernel", read("down")
+    if config.layer_scale:
+        yield "layer_scale", read("layer_scale")
 
 
 def rows_in_joined(config: LlamaConfig, part: str) -> tuple[int, int, int]:
