@@ -2,10 +2,11 @@
 
 It also records a file of PyTorch, in which heads may be published.
 
-    REFERENCES/bin/python scripts/dev/eagle3_references.py
+    references/bin/python scripts/dev/eagle3_references.py
 
-Run it in the environment of scripts/dev/references.py, which no test needs. Each head has the weights of tests/references/weights.py. The library runs it as in training: step 0
-on all tokens with the target's features, each later step one token deeper, with the head's own.
+Run it in the environment of scripts/dev/references.py, which no test needs. Each head has the
+weights of tests/references/weights.py. The library runs it as in training: step 0 on all tokens
+with the target's features, each later step one token deeper, with the head's own.
 """
 
 import json
