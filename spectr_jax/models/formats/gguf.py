@@ -87,11 +87,9 @@ def load_gguf(file: GGUF, dtype: str = "float32", mesh: Mesh | None = None) -> L
     rotated = config.head_width
     if arch == "phi3":
         rotated = file.get(f"{arch}.rope.dimension_count", rotated)
-    unread = set(file.tensors) - {DIVISORS, SHORT, LONG}
 
     def tensor(name: str) -> Unread:
-        array, stored = _part(config, file, name)
-        unread.discard(stored)
+        array = _stored(config, file, name)
         # `fill` reads whole heads, and refuses tensors of other shapes.
         if arch == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
             return array.then(lambda rows: _in_halves(rows, config.head_width))
@@ -101,13 +99,12 @@ def load_gguf(file: GGUF, dtype: str = "float32", mesh: Mesh | None = None) -> L
 
     arrays = llama_arrays(config, tensor, NAMES, "blk.{}.", str(file.path))
     model = fill(config, arrays, dtype, source=str(file.path), mesh=mesh)
-    if unread:  # Nothing else in the file says that a model has such parts.
-        raise UserError(f"{str(file.path)!r} has an unsupported part {min(unread)!r}; give another")
+    file.check_all_read({DIVISORS, SHORT, LONG})
     return model
 
 
-def _part(config: LlamaConfig, file: GGUF, name: str) -> tuple[Unread, str]:
-    """Returns a part of a model, and the name of the tensor that has it; raises as `GGUF.tensor`."""
+def _stored(config: LlamaConfig, file: GGUF, name: str) -> Unread:
+    """Returns a tensor, or its part of one that Phi-3 stores joined; raises as `GGUF.tensor`."""
     if (found := FUSED.fullmatch(name)) is not None:
         layer, kind, part, of = found.groups()
         stored = f"{layer}{'attn_qkv' if kind == 'attn' else 'ffn_up'}.{of}"
@@ -116,8 +113,8 @@ def _part(config: LlamaConfig, file: GGUF, name: str) -> tuple[Unread, str]:
         if alone not in file.tensors and stored in file.tensors:
             joined = file.tensor(stored)
             if joined.shape[0] == total:
-                return rows_of(joined, first, count), stored
-    return file.tensor(name), name
+                return rows_of(joined, first, count)
+    return file.tensor(name)
 
 
 def gguf_config(file: GGUF) -> LlamaConfig:

@@ -77,6 +77,7 @@ class GGUF:
             reader = _Reader(path)
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
             self._fields = reader.fields
+            self._unread = set(self.tensors)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, IndexError) as error:
@@ -100,6 +101,16 @@ class GGUF:
             raise UserError(f"{str(self.path)!r} lacks {name!r} in its metadata; fetch it again")
         return self.get(name)
 
+    def check_all_read(self, unused: set[str]) -> None:
+        """Raises `UserError` for a tensor that was not read and is not `unused`.
+
+        Nothing else in a file says that a model has such a part.
+        """
+        if left := self._unread - unused:
+            raise UserError(
+                f"{str(self.path)!r} has an unsupported part {min(left)!r}; give another"
+            )
+
     def tensor(self, name: str) -> Unread:
         """Returns a tensor in float32. Its rows raise `UserError` if it cannot be dequantised.
 
@@ -107,6 +118,7 @@ class GGUF:
           KeyError: there is none.
         """
         found = self.tensors[name]
+        self._unread.discard(name)
         kind, shape = found.tensor_type, tuple(map(int, reversed(found.shape)))
         stored = np.atleast_2d(found.data)  # A vector is one row of blocks, and is read whole.
 
