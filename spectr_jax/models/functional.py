@@ -11,7 +11,8 @@ from spectr_jax.models.cache import Cache
 from spectr_jax.utils.errors import UserError
 
 _STATIC = {"static": True}
-_FUNCTIONS = ("extend_fn", "init_cache_fn", "hidden_fn", "logits_fn")
+FUNCTIONS, OF_FEATURES = ("extend_fn", "init_cache_fn"), ("hidden_fn", "logits_fn")
+"""The functions of every model, and of one that shows or sees features."""
 
 
 @jax.tree_util.register_dataclass
@@ -57,9 +58,11 @@ class FunctionalModel:
     feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __post_init__(self) -> None:
-        features = self.features_shown or self.features_seen
-        for name in _FUNCTIONS[: 4 if features else 2]:
+        of_features = self.hidden_fn or self.logits_fn or self.features_shown or self.features_seen
+        for name in FUNCTIONS + OF_FEATURES if of_features else FUNCTIONS:
             _check_function(name, getattr(self, name))
+        if of_features and not (self.features_shown or self.features_seen):
+            raise UserError("features_shown=0: must be the width of what hidden_fn returns; set it")
 
     # Partial functions rather than methods, so that `check_model` sees the functions' signatures.
     @property

@@ -268,6 +268,11 @@ def _refused():
         (lambda: table_model(extend_fn=Unhashable()), "extend_fn: a Unhashable is not hashable"),
         (lambda: table_model(features_shown=4), no_features),
         (lambda: table_model(features_seen=4), no_features),
+        (lambda: table_model(hidden_fn=len), "logits_fn=None: must be a function"),
+        (
+            lambda: table_model(hidden_fn=len, logits_fn=len),
+            "features_shown=0: must be the width of what hidden_fn returns",
+        ),
         (lambda: table_model(layers=0), "model FunctionalModel: needs a positive integer 'layers'"),
         (
             lambda: table_model(context=None),
