@@ -207,7 +207,11 @@ class Decoder(nnx.Module):
             tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, **inputs
         )
         lower = [outputs[layer - 1] for layer in also]
-        return jnp.concatenate([self.norm(outputs[-1]), *lower], axis=-1), cache
+        return jnp.concatenate([self._shown(outputs[-1]), *lower], axis=-1), cache
+
+    def _shown(self, x_BxNxE):
+        """Returns the last hidden states of the output of the last block."""
+        return self.norm(x_BxNxE)
 
     def _run_blocks(
         self,

@@ -177,26 +177,9 @@ class Eagle3(Decoder):
             copy.embed = nnx.data(embed)
         return copy
 
-    def hidden(
-        self,
-        tokens_BxN,
-        positions_BxN,
-        visible_BxNxM,
-        cache=None,
-        pending=0,
-        *,
-        layers=None,
-        also=(),
-        **inputs,
-    ):
-        """Returns the features [B, N, E] that drafts after the new tokens read, and the cache.
-
-        See `SeesFeatures`; the features given are the target's, [B, N, F], or the head's own.
-        """
-        outputs, cache = self._run(
-            tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, **inputs
-        )
-        return self.norm(outputs[-1]) if self.config.norm_output else outputs[-1], cache
+    def _shown(self, x_BxNxE):
+        """Returns the features that drafts after the new tokens read."""
+        return self.norm(x_BxNxE) if self.config.norm_output else x_BxNxE
 
     def _run(
         self, tokens_BxN, positions_BxN, visible_BxNxM, cache, pending, layers, features_BxNxE=None

@@ -72,14 +72,7 @@ def save_weights(
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
     proto = tokenizer_proto
-    families = [name for name, (kind, *_) in FAMILIES.items() if type(model) is kind]
-    if not families:
-        raise UserError(
-            f"a model of type {type(model).__name__}: is not stored; keep its own files"
-        )
-    family = families[0]
-    if any(isinstance(module, Int8Linear) for _, module in nnx.iter_modules(model)):
-        raise UserError("an int8 model is not stored; give the model before, and dtype='int8'")
+    family = _family_of(model)
     fields = dataclasses.asdict(model.config)
     if (shards := fields.pop("shards", 1)) > 1:
         raise UserError(f"shards={shards}: the model is split over a mesh; load it without a mesh")
@@ -108,6 +101,18 @@ def save_weights(
     for old in {_whole(path), *_found_parts(path)} - set(files):
         old.unlink(missing_ok=True)
     return files
+
+
+def _family_of(model: AnyStored) -> str | None:
+    """Returns the key of a model in `FAMILIES`; raises `UserError` if it cannot be stored."""
+    families = [name for name, (kind, *_) in FAMILIES.items() if type(model) is kind]
+    if not families:
+        raise UserError(
+            f"a model of type {type(model).__name__}: is not stored; keep its own files"
+        )
+    if any(isinstance(module, Int8Linear) for _, module in nnx.iter_modules(model)):
+        raise UserError("an int8 model is not stored; give the original model, and dtype='int8'")
+    return families[0]
 
 
 def write_tensors(path: pathlib.Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:

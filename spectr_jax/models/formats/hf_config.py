@@ -143,7 +143,7 @@ def read_config(folder: pathlib.Path, given: dict[str, Any] | None = None) -> di
         tokens: dict[str, Any] = {name: given[name] for name in names if name in given}
         given = {"model_type": WITH_TEXT[given["model_type"]], **text, **tokens}
     if given.get("quantization_config") is not None:
-        remedy = "give the folder of the model before, or a GGUF file"
+        remedy = "give the folder of the original model, or a GGUF file"
         raise UserError(f"{source!r} has quantised weights, which are not read here; {remedy}")
     kind = str(given.get("model_type"))
     if kind not in KINDS:
