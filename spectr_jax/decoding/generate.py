@@ -18,13 +18,12 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Loop, add_observed, begin, call, observe_call
+from spectr_jax.decoding.loop import Loop, Observe, begin, call_and_observe
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import AnyModel, Observe, Request, checked, over_mesh, request_of
+from spectr_jax.decoding.request import AnyModel, Request, checked, over_mesh, request_of
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
-from spectr_jax.decoding.zeros import zeros_like_output
 from spectr_jax.models.frozen import Frozen
 from spectr_jax.utils import sharding
 
@@ -182,20 +181,15 @@ def decode(
 
 def _decode(request: Request) -> Generation:
     """Returns the output of `decode`."""
-    setup, observe = request.setup(), request.observe
+    setup = request.setup()
 
     def step(loop: Loop) -> Loop:
-        after, called = call(loop, setup)
-        return after._replace(observed=add_observed(loop, observe, called))
-
-    start = begin(setup, request.prompts, request.room, request.logprobs)
-    if observe is not None:
-        none = zeros_like_output(lambda: observe_call(observe, call(start, setup)[1]))
-        start = start._replace(observed=none)
+        return call_and_observe(loop, setup, request.observe)
 
     def any_left(loop: Loop) -> Array:
         return sharding.over_groups(~jnp.all(loop.done))
 
+    start = begin(setup, request.prompts, request.room, request.logprobs, request.observe)
     end = jax.lax.while_loop(any_left, step, start)
     T = request.prompts.tokens.shape[1] + request.room
 

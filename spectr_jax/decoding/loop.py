@@ -5,7 +5,7 @@ Shape suffixes: B sequences, N + 1 nodes, T tokens of a sequence, S steps of a c
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ class Call(NamedTuple):
     eos: Int[Array, "*batch several"]
 
 
+Observe: TypeAlias = Callable[[Call], Any]
+
+
 class Loop(NamedTuple):
     """The state of a generation between calls, for sequences of L committed tokens."""
 
@@ -72,11 +75,17 @@ class Selected(NamedTuple):
     logprobs: Logprobs | None  # Of the chosen tokens.
 
 
-def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = False) -> Loop:
+def begin(
+    setup: Setup,
+    prompts: Sequences,
+    room: int,
+    with_logprobs: bool = False,
+    observe: Observe | None = None,
+) -> Loop:
     """Runs the models on the prompts; returns the state before the first call.
 
     `room` is static, the largest number of new tokens of any sequence. With `with_logprobs`, the
-    calls record log-probabilities.
+    calls record log-probabilities; with `observe`, `call_and_observe` adds its outputs up.
     """
     tree, drafter, (B, T) = setup.tree, setup.drafter, prompts.tokens.shape
     capacity, shown = T + room + tree.size, drafter.layers_shown(setup.draft)
@@ -85,7 +94,7 @@ def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = Fal
     )
     tokens = jnp.pad(prompts.tokens, ((0, 0), (0, room + tree.height + 1)))
     none_yet = jnp.zeros(tokens.shape, jnp.float32)
-    return Loop(
+    start = Loop(
         sequences=Sequences(tokens=tokens, lengths=prompts.lengths),
         done=jnp.zeros(B, bool),
         calls=jnp.zeros(B, jnp.int32),
@@ -95,22 +104,30 @@ def begin(setup: Setup, prompts: Sequences, room: int, with_logprobs: bool = Fal
         logprobs=Logprobs(policy=none_yet, model=none_yet) if with_logprobs else None,
         stop_states=None if setup.stop is None else jnp.full(B, START, jnp.int32),
     )
+    if observe is None:
+        return start
+    none = zeros_like_output(lambda: observe_call(observe, call(start, setup)[1]))
+    return start._replace(observed=none)
 
 
-def observe_call(observe: Callable[[Call], Any] | None, called: Call) -> Any:
+def observe_call(observe: Observe | None, called: Call) -> Any:
     """Returns the outputs of `observe` for each sequence of a call; booleans become integers."""
     observed = None if observe is None else jax.vmap(observe)(called)
     return jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == bool else x, observed)
 
 
-def add_observed(loop: Loop, observe: Callable[[Call], Any] | None, called: Call) -> Any:
-    """Returns `loop.observed` plus the outputs of `observe` for the sequences that are not done."""
+def call_and_observe(loop: Loop, setup: Setup, observe: Observe | None) -> Loop:
+    """Returns the state after one call, with the outputs of `observe` added to `observed`.
+
+    Those of finished sequences are not added.
+    """
+    after, called = call(loop, setup)
 
     def add(total: Array, new: Array) -> Array:
         done = loop.done.reshape(-1, *[1] * (new.ndim - 1))
         return total + jnp.where(done, 0, new)
 
-    return jax.tree.map(add, loop.observed, observe_call(observe, called))
+    return after._replace(observed=jax.tree.map(add, loop.observed, observe_call(observe, called)))
 
 
 def call(loop: Loop, setup: Setup) -> tuple[Loop, Call]:

@@ -89,6 +89,11 @@ class PolicyRows(NamedTuple):
     eos: Int[Array, "*batch several"]
     process: Process | None  # The same for all sequences.
 
+    def of(self, rows: Int[Array, " rows"] | Int[np.ndarray, " rows"]) -> "PolicyRows":
+        """Returns the policies of some of the sequences."""
+        shaping, eos = jax.tree.map(lambda values: values[rows], (self.shaping, self.eos))
+        return self._replace(shaping=shaping, eos=eos)
+
 
 LIMITS = {"top_k": np.int32(0), "top_p": np.float32(1), "min_p": np.float32(0)}
 """The limits of a policy, with the values that keep all tokens."""

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding import processing, stopping
 from spectr_jax.decoding.drafters import Sequences, Setup
-from spectr_jax.decoding.loop import Call
+from spectr_jax.decoding.loop import Observe
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, PolicyRows, check_policy, for_rows
 from spectr_jax.decoding.stopping import Stop, StopSpec
@@ -25,7 +25,6 @@ from spectr_jax.utils.errors import UserError
 
 Result = TypeVar("Result")
 AnyModel: TypeAlias = Model | Frozen | Trained
-Observe: TypeAlias = Callable[[Call], Any]
 Tokens: TypeAlias = ArrayLike | Sequence[Sequence[int]]
 
 BUCKET = 16
@@ -63,6 +62,16 @@ class Request:
     logprobs: bool = dataclasses.field(default=False, metadata=STATIC)
     stop: Stop | None = None
     prompt_piece: int | None = dataclasses.field(default=None, metadata=STATIC)
+
+    def of(self, rows: Int[Array, " rows"]) -> "Request":
+        """Returns the request of some of the sequences, if each has its own key."""
+        policies: dict[str, Any] = {
+            "policy": self.policy.of(rows),
+            "draft_policy": self.draft_policy.of(rows),
+        }
+        own = self.keys, self.prompts, self.limits
+        keys, prompts, limits = jax.tree.map(lambda values_B: values_B[rows], own)
+        return dataclasses.replace(self, keys=keys, prompts=prompts, limits=limits, **policies)
 
     def setup(self) -> Setup:
         """Returns what stays the same during the generation; the models are merged."""
@@ -132,6 +141,43 @@ def checked(
     Raises:
       UserError: as in `generate`.
     """
+    tokens: Any = whole_numbers("prompts", prompts)
+    lengths: Any = whole_numbers("prompt_lengths", prompt_lengths)
+    options: dict[str, Any] = {"draft_policy": draft_policy, "logprobs": logprobs, "stop": stop}
+    options |= {"prompt_piece": prompt_piece, "rows": len(tokens)}
+    options = checked_options(method, target, draft, policy, observe, mesh, **options)
+    _check_prompts(tokens, lengths, max_new_tokens, options["target"])
+    check_key(key, len(tokens))
+    missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
+    padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
+    rows = Sequences(tokens=padded, lengths=lengths), max_new_tokens, padded_room(max_new_tokens)
+    return request_of(key, prompts=rows[0], max_new_tokens=rows[1], room=rows[2], **options)
+
+
+def checked_options(
+    method: Method,
+    target: AnyModel,
+    draft: AnyModel | None,
+    policy: Policy | None,
+    observe: Observe | None,
+    mesh: Mesh | None,
+    draft_policy: Policy | None,
+    logprobs: bool,
+    stop: StopSpec,
+    prompt_piece: int | None,
+    *,
+    rows: int,
+    policies: int | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments of `request_of` other than the key and the prompts.
+
+    Args:
+      rows: the number of sequences of a batch.
+      policies: the number of sequences for which a policy has values; `rows` by default.
+
+    Raises:
+      UserError: as in `generate`.
+    """
     if not isinstance(method, Method):
         raise UserError(f"method={method!r}: must be a Method, such as get_method('speculative')")
     if not isinstance(observe, Hashable) or not (observe is None or callable(observe)):
@@ -140,30 +186,22 @@ def checked(
         raise UserError(f"logprobs={logprobs!r}: must be True or False")
     if prompt_piece is not None:
         check_positive(prompt_piece=prompt_piece)
-    tokens: Any = whole_numbers("prompts", prompts)
-    lengths: Any = whole_numbers("prompt_lengths", prompt_lengths)
     drafted = method.takes_draft and draft is not None
     models = freeze(target), freeze(draft) if drafted else None  # type: ignore[arg-type]
-    _check_prompts(tokens, lengths, max_new_tokens, models[0])
     _check_models(method, *models)
-    _check_key(key, len(tokens))
     for wanted, owner in ((policy, ""), (draft_policy, "draft_")):
         if wanted is not None:
-            check_policy(wanted, len(tokens), owner)
+            check_policy(wanted, rows if policies is None else policies, owner)
             processing.check_vocabulary(wanted.process, models[0].vocab_size)
     if mesh is None:
         _check_alone(models[0])
     else:
-        _check_mesh(mesh, len(tokens))
+        _check_mesh(mesh, rows)
         models = parallel.pair_on_mesh(mesh, *models)
     automaton = stopping.prepared(stop, getattr(target, "tokenizer", None), models[0].vocab_size)
-    missing = padded_length(tokens.shape[1], bucket) - tokens.shape[1]
-    padded: Any = np.pad(tokens, ((0, 0), (0, missing)))
-    room = -(-max_new_tokens // BUCKET) * BUCKET
-    options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": automaton}
-    options |= {"prompt_piece": prompt_piece}
-    rows = Sequences(tokens=padded, lengths=lengths), max_new_tokens, room
-    return request_of(key, method, models[0], models[1], *rows, policy, draft_policy, **options)
+    options: dict[str, Any] = {"method": method, "target": models[0], "draft": models[1]}
+    options |= {"policy": policy, "draft_policy": draft_policy, "observe": observe, "mesh": mesh}
+    return options | {"logprobs": logprobs, "stop": automaton, "prompt_piece": prompt_piece}
 
 
 def over_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
@@ -226,10 +264,17 @@ def _check_prompts(
     if not len(tokens) or lengths.min() < 1 or lengths.max() > tokens.shape[1]:
         within = f"1..{tokens.shape[1]}; a prompt needs at least BOS"
         raise UserError(f"prompt_lengths={lengths}: must be within {within}")
-    V, longest = target.vocab_size, int(lengths.max())
+    check_tokens("prompts", tokens, int(lengths.max()), max_new_tokens, target)
+
+
+def check_tokens(
+    name: str, tokens: Int[np.ndarray, "..."], longest: int, max_new_tokens: int, target: Frozen
+) -> None:
+    """Raises `UserError` unless `tokens` are the target's, and its context has room for new ones."""
+    V = target.vocab_size
     if tokens.min() < 0 or tokens.max() >= V:
-        raise UserError(f"prompts: a token is outside 0..{V - 1}; use the target's tokenizer")
-    asked = f"prompts of {longest} tokens, max_new_tokens={max_new_tokens}"
+        raise UserError(f"{name}: a token is outside 0..{V - 1}; use the target's tokenizer")
+    asked = f"{name} of {longest} tokens, max_new_tokens={max_new_tokens}"
     check_context(asked, longest + max_new_tokens, target, "lower one of them")
 
 
@@ -248,7 +293,7 @@ def _check_models(method: Method, target: Frozen, draft: Frozen | None) -> None:
     method.drafter_for(draft).check(target, draft)
 
 
-def _check_key(key: Any, sequences: int) -> None:
+def check_key(key: Any, sequences: int) -> None:
     """Raises `UserError` unless `key` is one typed key, or one per sequence."""
     dtype = getattr(key, "dtype", np.dtype(bool))
     is_typed = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
@@ -284,6 +329,11 @@ def padded_length(tokens: int, bucket: int = BUCKET) -> int:
     """Returns the padded length of prompts of `tokens` tokens; one program serves many lengths."""
     bucket = bucket if tokens <= LONG else LONG
     return -(-tokens // bucket) * bucket
+
+
+def padded_room(max_new_tokens: int) -> int:
+    """Returns the room for new tokens; one program serves several limits."""
+    return -(-max_new_tokens // BUCKET) * BUCKET
 
 
 def sequence_keys(key: PRNGKeyArray | Keys, sequences: int) -> Keys:

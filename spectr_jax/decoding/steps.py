@@ -10,18 +10,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Loop, begin, call, observe_call
+from spectr_jax.decoding.loop import Loop, Observe, begin, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import (
-    LONG,
-    AnyModel,
-    Observe,
-    Request,
-    checked,
-    over_mesh,
-    whole_numbers,
-)
+from spectr_jax.decoding.request import LONG, AnyModel, Request, checked, over_mesh, whole_numbers
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
