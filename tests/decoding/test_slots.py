@@ -1,0 +1,246 @@
+"""Sequences through slots are those of `generate`, whatever the slots and the order of prompts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from spectr_jax.decoding import Policy, bias, generate_all, get_method, slots
+from spectr_jax.decoding.generate import generate
+from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
+from spectr_jax.models.llama import Llama, LlamaConfig
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
+from spectr_jax.testing import chi_square
+from spectr_jax.utils.errors import UserError
+
+VOCAB, NEW, KEY = 13, 12, jax.random.key(5)
+LENGTHS = [3, 1, 40, 5, 2, 9, 4, 4, 21, 1]
+PROMPTS = [
+    np.random.default_rng(index).integers(0, VOCAB, length).tolist()
+    for index, length in enumerate(LENGTHS)
+]
+N = len(PROMPTS)
+POLICY = Policy(
+    temperature=np.where(np.arange(N) % 3, 1.0, 0.0),
+    top_k=np.where(np.arange(N) % 4, 0, 5),
+    eos=(7, 11),
+    process=bias({2: 0.5}),
+)
+SHAPE = {"width": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_width": 8}
+CONFIG = LlamaConfig(layers=2, **SHAPE, vocab_size=VOCAB, context=128)
+TARGET = Llama(CONFIG, rngs=nnx.Rngs(0))
+DRAFT = Llama(dataclasses.replace(CONFIG, layers=1), rngs=nnx.Rngs(1))
+HEAD_SHAPE = vars(DRAFT.config) | {"head_tokens": 9}
+HEAD = Eagle3(Eagle3Config(**HEAD_SHAPE, target_width=32, target_layers=(1, 2)), rngs=nnx.Rngs(1))
+TREE = {"tree": "2,1"}
+CASES = {
+    "otm_layer": (get_method("otm_layer", **TREE), DRAFT),
+    "otm_block with features": (get_method("otm_block", **TREE), HEAD),
+    "recycle": (get_method("recycle", **TREE, ranks=2), None),
+    "self_speculative": (get_method("self_speculative", layers=1, method="gsd", **TREE), None),
+}
+"""A method for each state of a drafter: a cache, features, a table, and none."""
+
+
+def observe(call):
+    return {"emitted": call.chosen.emitted, "lengths": call.scored.length[None]}
+
+
+def _padded(prompts):
+    rows = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return rows, [len(prompt) for prompt in prompts]
+
+
+def _assert_equal(completions, expected, prompts):
+    """Checks that the completions are the rows of a generation, each once."""
+    completions = list(completions)
+    assert sorted(done.index for done in completions) == list(range(len(prompts)))
+    for done in completions:
+        row = done.index
+        length = int(expected.lengths[row])
+        assert done.tokens.tolist() == expected.tokens[row, :length].tolist()
+        assert done.prompt_length == len(prompts[row])
+        assert done.target_calls == int(expected.target_calls[row])
+        np.testing.assert_array_equal(done.emitted_per_call, expected.emitted_per_call[row])
+        if expected.observed is not None:
+            for name, values in expected.observed.items():
+                np.testing.assert_array_equal(done.observed[name], values[row])
+        for own, rows in zip(done.logprobs or (), expected.logprobs or (), strict=True):
+            assert own.shape == (length,)
+            np.testing.assert_allclose(own, rows[row, :length], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(c)) for c in CASES])
+def test_sequences_are_those_of_generate(case, count_compilations):
+    """Stops, EOS, the limit, mixed policies, log-probabilities; two numbers of slots, two orders."""
+    (method, draft), options = CASES[case], {"logprobs": True, "stop": [[3, 4], [9]]}
+    options |= {"policy": POLICY, "observe": observe, "draft_policy": Policy(0.7)}
+    models = method, TARGET, draft
+    for prompts in (PROMPTS, PROMPTS[::-1]):
+        expected = generate(KEY, *models, *_padded(prompts), NEW, **options)
+        assert len(set(np.asarray(expected.lengths) - [len(each) for each in prompts])) > 2
+        for count in (4, 3):
+            with count_compilations() as compiled:
+                completions = list(generate_all(KEY, *models, prompts, NEW, count, **options))
+            assert prompts is PROMPTS or not compiled
+            _assert_equal(completions, expected, prompts)
+            calls = sum(done.target_calls for done in completions)
+            assert calls < count * completions[-1].batch_calls < 2 * calls
+
+
+def test_bfloat16_caches_of_a_sequence_fit_those_of_slots():
+    """A CPU stores them as integers if there are several sequences (`cache.zeros`)."""
+    shapes = (dataclasses.replace(model.config, dtype="bfloat16") for model in (TARGET, DRAFT))
+    target, draft = (Llama(shape, rngs=nnx.Rngs(0)) for shape in shapes)
+    models = get_method("otm_block", **TREE), target, draft
+    expected = generate(KEY, *models, *_padded(PROMPTS), NEW, Policy(eos=7))
+    _assert_equal(generate_all(KEY, *models, PROMPTS, NEW, 4, Policy(eos=7)), expected, PROMPTS)
+
+
+SMALL = random_table(0, 5)
+TABLE, OTHER = TableModel(SMALL), TableModel(perturbed(SMALL, 1, 0.8))
+SPECTR = get_method("spectr", num_drafts=2, draft_length=2)
+MODELS = SPECTR, TABLE, OTHER
+SHORT = [[1, 2], [3], [0, 4, 2], [2], [1, 1]]
+
+
+def _indices(completions):
+    return [done.index for done in completions]
+
+
+def test_sequences_come_in_the_order_of_prompts_if_asked():
+    prompts, policy = SHORT * 8, Policy(eos=3)
+    arguments = KEY, *MODELS, prompts, NEW, 4, policy
+    by_end = list(generate_all(*arguments))
+    assert _indices(by_end) != sorted(_indices(by_end))
+    assert [done.batch_calls for done in by_end] == sorted(done.batch_calls for done in by_end)
+    ordered = list(generate_all(*arguments, in_order=True, skip=[0, 5, 39]))
+    assert _indices(ordered) == [index for index in range(40) if index not in (0, 5, 39)]
+    tokens = {done.index: done.tokens.tolist() for done in by_end}
+    assert all(done.tokens.tolist() == tokens[done.index] for done in ordered)
+
+
+def test_programs_run_groups_of_prompts_and_several_calls(monkeypatch):
+    """As on accelerators. The last of two groups of three overlaps the first in four slots."""
+    expected = generate(KEY, *MODELS, *_padded(SHORT * 3), NEW, Policy(eos=3))
+    for group, calls in ((3, 1), (1, 5), (9, 2)):
+        monkeypatch.setattr(slots, "GROUP", group)
+        monkeypatch.setattr(slots, "CALLS", calls)
+        completions = generate_all(KEY, *MODELS, SHORT * 3, NEW, 4, Policy(eos=3))
+        _assert_equal(completions, expected, SHORT * 3)
+
+
+def test_prompts_are_read_when_slots_are_free_and_grow_programs_rarely(count_compilations):
+    rng, read = np.random.default_rng(0), []
+    prompts = [rng.integers(0, 5, length).tolist() for length in range(1, 70)]
+
+    def one_by_one():
+        for prompt in prompts:
+            read.append(prompt)
+            yield prompt
+
+    finished = []
+    with count_compilations() as compiled:
+        for done in generate_all(KEY, *MODELS, one_by_one(), NEW, 4):
+            finished.append(done)
+            assert len(read) <= len(finished) + 2 * 4
+    _assert_equal(finished, generate(KEY, *MODELS, *_padded(prompts), NEW), prompts)
+    lengths = (16, 32, 64, 128)
+    assert len(compiled) <= 3 * len(lengths) + 1  # Resize, start, advance; and the keys.
+
+
+def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
+    events = []
+    advance, fetch = slots._advance, slots.hosts.fetch
+
+    def recorded(*arguments):
+        after, seen = advance(*arguments)
+        events.append(("start", seen.loop.done))
+        return after, seen
+
+    def fetched(tree):
+        leaf = tree if isinstance(tree, jax.Array) else tree.loop.done
+        events.append(("read", leaf))
+        return fetch(tree)
+
+    monkeypatch.setattr(slots, "_advance", recorded)
+    monkeypatch.setattr(slots.hosts, "fetch", fetched)
+    completions = list(generate_all(KEY, *MODELS, SHORT * 4, NEW, 4, Policy(eos=3)))
+    started = [leaf for kind, leaf in events if kind == "start"]
+    for place, (kind, leaf) in enumerate(events):
+        if kind == "read":
+            number = next(i for i, each in enumerate(started) if each is leaf)
+            assert sum(kind == "start" for kind, _ in events[:place]) == number + 2
+    reads = len(events) - len(started)
+    assert reads <= len(started) + len(completions)
+
+
+@pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
+def test_whole_outputs_follow_the_target_under_mixed_policies(name):
+    policies = [(1.0, 0), (0.5, 3), (0.0, 0), (1.5, 2)]
+    rows, length = 24_000, 3
+    temperature, top_k = np.tile(np.array(policies).T, rows // len(policies))
+    models = get_method(name, tree="2,1"), TABLE, OTHER
+    policy = Policy(temperature=temperature, top_k=top_k.astype(int), eos=3)
+    completions = generate_all(KEY, *models, [[1, 2]] * rows, length, 1_000, policy)
+    tokens = {done.index: tuple(done.tokens[2:].tolist()) for done in completions}
+    for number, (heat, k) in enumerate(policies):
+        kept = np.argsort(np.argsort(-SMALL)) < (k or len(SMALL))
+        shaped = np.where(kept, SMALL, 0) ** (1 / heat) if heat else np.eye(5)[SMALL.argmax(-1)]
+        pmf = exact_pmf(shaped / shaped.sum(axis=-1, keepdims=True), (1, 2), length, 3)
+        order = {sequence: place for place, sequence in enumerate(pmf)}
+        own = [order[tokens[index]] for index in range(number, rows, len(policies))]
+        counts = np.bincount(own, minlength=len(order))
+        expected = np.array(list(pmf.values()))
+        assert chi_square.p_value(counts[expected > 1e-9], expected[expected > 1e-9]) > 1e-4
+        assert not counts[expected <= 1e-9].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": [[1], []]}, r"prompts\[1\]: must be a sequence of tokens"),
+        ({"prompts": [[1], [5]]}, r"prompts\[1\]: a token is outside 0\.\.4"),
+        ({"prompts": [[1], [[1, 2]]]}, r"prompts\[1\]: must be a sequence of tokens"),
+        ({"prompts": ["text"]}, r"prompts\[0\]: must be integers"),
+        ({"prompts": [[1], [1] * 300]}, r"prompts\[1\] of 300 tokens, max_new_tokens=12: "),
+        ({"slots": 0}, "slots=0: must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be"),
+        ({"key": jax.random.split(KEY, 2)}, r"key=key<fry>\[2\]: must be a single key"),
+        ({"key": 3}, "key=3"),
+        ({"policy": Policy(np.ones(3))}, r"temperature: has shape \[3\] for 2 sequences"),
+        ({"draft_policy": Policy(-1.0)}, "draft_temperature=-1.0"),
+        ({"stop": "end"}, "stop='end': strings need a tokenizer"),
+        ({"draft": None}, "method 'spectr': needs a draft model"),
+        ({"mesh": jax.make_mesh((1,), ("x",))}, r"mesh: has axes \('x',\)"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_sequence(change, message):
+    given = {"key": KEY, "method": SPECTR, "target": TABLE, "draft": OTHER, "max_new_tokens": NEW}
+    with pytest.raises(UserError, match=message):
+        generate_all(**given | {"prompts": [[1], [2]]} | change)
+
+
+@pytest.mark.parametrize("error", [UserError("prompts[5]"), OSError("the disk")])
+def test_sequences_in_slots_are_finished_before_an_error_of_the_prompts(error):
+    def prompts():
+        yield from SHORT
+        if isinstance(error, UserError):
+            yield [99]
+        raise error
+
+    finished = []
+    with pytest.raises(type(error), match=r"prompts\[5\]|the disk"):
+        for done in generate_all(KEY, *MODELS, prompts(), NEW, 4):
+            finished.append(done)
+    assert sorted(_indices(finished)) == list(range(5))
+
+
+def test_no_prompts_give_no_sequences():
+    assert not list(generate_all(KEY, *MODELS, [], NEW))
+    assert not list(generate_all(KEY, *MODELS, SHORT, NEW, skip=range(5)))
+    assert not list(generate_all(KEY, *MODELS, iter(()), NEW, in_order=True))
