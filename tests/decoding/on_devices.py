@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from spectr_jax.decoding import get_method, stream
+from spectr_jax.decoding import generate_all, get_method, stream
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.policy import Policy
 from spectr_jax.models import parallel
@@ -217,13 +217,17 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
     for data, model in shapes:
         mesh = sharding.make_mesh(model=model)
         out = generate(key, method, target, draft, prompts, np.full(8, 5), 12, mesh=mesh)
-        found[f"{data}x{model}"] = hosts.fetch(out.tokens).tolist()
+        found[f"{data}x{model}"] = hosts.fetch(out.tokens)[:, : 5 + 12].tolist()
+        through = generate_all(
+            key, method, target, draft, prompts, 12, slots=4, mesh=mesh, in_order=True
+        )
+        found[f"slots {data}x{model}"] = [done.tokens.tolist() for done in through]
         if jax.process_count() > 1:
             continue
         row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
         with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
             alone = generate(key, method, target, draft, prompts, np.full(8, 5), 12)
-        found[f"context {data}x{model}"] = np.asarray(alone.tokens).tolist()
+        found[f"context {data}x{model}"] = np.asarray(alone.tokens)[:, : 5 + 12].tolist()
         steps = stream(
             key,
             method,

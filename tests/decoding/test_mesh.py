@@ -84,6 +84,7 @@ def test_two_processes_emit_the_tokens_of_one():
     for data, model in shapes:
         streamed, alone = one[f"stream {data}x{model}"]
         assert streamed == alone
+        assert one[f"slots {data}x{model}"] == one[f"{data}x{model}"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
@@ -91,7 +92,7 @@ def test_two_processes_emit_the_tokens_of_one():
     both = [_begun(4, "tokens", where, str(number), shapes=shapes) for number in (0, 1)]
     for found in map(_found, both):
         assert found == {name: one[name] for name in found}
-        assert len(found) == 2
+        assert len(found) == 4
 
 
 def test_meshes_that_do_not_fit_are_refused():
