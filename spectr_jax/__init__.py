@@ -13,10 +13,11 @@ print(tokenizer.texts(out.tokens, out.lengths)[0])
 ```
 
 `load` returns a model with its tokenizer (`spectr_jax.loading.by_name`), `get_method` returns a
-method (`spectr_jax.decoding.methods`), and `generate` continues prompts. Inside your own `jax.jit`
-use `spectr_jax.decoding.generate.decode`. Your own `Method` combines a `Tree` and a verifier. Your own
-model is an `nnx.Module`, an Equinox module, or a `FunctionalModel` of any JAX library. `check_plan`,
-`check_method` and `check_model` verify your own plans, methods and models.
+method (`spectr_jax.decoding.methods`), and `generate` continues prompts. `generate_all` continues
+a list of any length. Inside your own `jax.jit` use `spectr_jax.decoding.generate.decode`. Your own
+`Method` combines a `Tree` and a verifier. Your own model is an `nnx.Module`, an Equinox module, or
+a `FunctionalModel` of any JAX library. `check_plan`, `check_method` and `check_model` verify your
+own plans, methods and models.
 
 | package | question it answers | read first |
 | --- | --- | --- |
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from spectr_jax.decoding.generate import generate
     from spectr_jax.decoding.methods import Method, get_method
     from spectr_jax.decoding.policy import Policy
+    from spectr_jax.decoding.slots import generate_all
     from spectr_jax.decoding.tree import Tree
     from spectr_jax.loading.by_name import load
     from spectr_jax.models.functional import FunctionalModel
@@ -58,6 +60,7 @@ __all__ = [
     "check_model",
     "check_plan",
     "generate",
+    "generate_all",
     "get_method",
     "load",
     "transport",
@@ -72,6 +75,7 @@ _PLACES = {
     "check_model": "testing",
     "check_plan": "testing",
     "generate": "decoding.generate",
+    "generate_all": "decoding.slots",
     "get_method": "decoding.methods",
     "load": "loading",
 }

@@ -101,7 +101,7 @@ def test_policies_in_examples_name_eos(page):
         {given.arg for given in call.keywords} for call in called if call.func.id == "Policy"
     ]
     assert all("eos" in given for given in policies)
-    generated = [call for call in called if call.func.id in ("generate", "stream")]
+    generated = [call for call in called if call.func.id in ("generate", "generate_all", "stream")]
     assert all("policy" in ast.unparse(call) for call in generated)
 
 

@@ -29,9 +29,10 @@ from ahead_of_time import DEVICES, accelerators, compiled
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spectr_jax.decoding import get_method
+from spectr_jax.decoding import get_method, slots
 from spectr_jax.decoding.generate import lower
 from spectr_jax.decoding.methods import METHODS
+from spectr_jax.decoding.request import Request, checked
 from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure.call_times import PHASES
 from spectr_jax.models.frozen import Frozen, freeze
@@ -44,13 +45,15 @@ from spectr_jax.utils.errors import UserError, unknown
 _WORKDIR = flags.DEFINE_string("workdir", "runs/compiled", "Where the table goes.")
 _DEVICE = flags.DEFINE_string("device", "h100", "h100 or v5e.")
 _ONLY = flags.DEFINE_list(
-    "only", [], "Methods, or groups: train, mesh (several devices), calls (one sequence)."
+    "only",
+    [],
+    "Methods, or groups: train, mesh (several devices), calls (one sequence), slots (a list).",
 )
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 SEQUENCES, ROWS = 64, 256
 """Sequences decoded at once, and rows of a training step."""
-GROUPS = ("train", *METHODS, "calls", "mesh")
+GROUPS = ("train", *METHODS, "calls", "slots", "mesh")
 CALLS = [
     ("baseline", {}),
     ("speculative", {"draft_length": 4}),
@@ -85,6 +88,8 @@ def programs(places: list[jax.Device]) -> dict[str, Callable[[], jax.stages.Lowe
     for method, options in CALLS if "calls" in wanted else ():
         name = " ".join([f"`{method}`", *map(str, options.values())])
         found[f"{name}, one sequence"] = functools.partial(decode, method, sequences=1, **options)
+    if "slots" in wanted:
+        found["slots: new prompts"], found["slots: calls"] = through_slots(one)
     if "mesh" in wanted:
         for fsdp, (optimizer, recipe) in itertools.product((1, several), recipes.items()):
             name = f"training, target_97m, {optimizer}, {several} devices, fsdp={fsdp}"
@@ -112,12 +117,34 @@ def training_step(config: ml_collections.ConfigDict, mesh: Mesh) -> jax.stages.L
 def decoding(
     name: str, mesh: Mesh, dtype: str = "bfloat16", sequences=SEQUENCES, observe=None, **options
 ) -> jax.stages.Lowered:
+    return lower(
+        *arguments(name, mesh, dtype, sequences, **options),
+        observe=observe,
+        mesh=mesh if mesh.size > 1 else None,
+    )
+
+
+def arguments(name: str, mesh: Mesh, dtype: str = "bfloat16", sequences=SEQUENCES, **options):
+    """Returns the arguments of `generate`."""
     prompts, lengths = np.ones((sequences, 16), np.int32), np.full(sequences, 9)
     target, draft = (weights(model, dtype, mesh) for model in ("target_97m", "draft_6m"))
     method = get_method(name, **options)
     models = target, draft if method.needs_draft else None
-    inputs = jax.random.key(0), method, *models, prompts, lengths, 64
-    return lower(*inputs, observe=observe, mesh=mesh if mesh.size > 1 else None)
+    return jax.random.split(jax.random.key(0), sequences), method, *models, prompts, lengths, 64
+
+
+def through_slots(mesh: Mesh) -> list[Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower the two programs of `generate_all`."""
+
+    def inputs() -> tuple[Any, Request]:
+        request = checked(*arguments("otm_block", mesh, tree="4x4"))
+        return jax.eval_shape(slots.resized, None, request), request
+
+    is_new = np.ones(SEQUENCES, bool)
+    return [
+        lambda: slots.start.lower(*inputs(), is_new, slots.GROUP_ON_ACCELERATORS),
+        lambda: slots.advance.lower(*inputs(), slots.CALLS_ON_ACCELERATORS),
+    ]
 
 
 def weights(name: str, dtype: str, mesh: Mesh) -> Frozen:

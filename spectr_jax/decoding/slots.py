@@ -9,7 +9,7 @@ Shape suffixes: B slots, G slots of a group, T tokens of a sequence.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +24,7 @@ from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, Observe, begin, call_and_observe
 from spectr_jax.decoding.methods import Method
-from spectr_jax.decoding.policy import Policy, for_rows
+from spectr_jax.decoding.policy import Policy, PolicyRows, for_rows
 from spectr_jax.decoding.request import AnyModel, Request, over_mesh
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, check_positive
@@ -126,7 +126,7 @@ def generate_all(
       mesh: `slots` must be a multiple of the number of its groups of devices.
       in_order: whether to yield the sequences in the order of the prompts. A sequence then waits
         for those before it.
-      skip: the indices of prompts to leave out; the others keep theirs.
+      skip: the indices of prompts to leave out, as a set if there are many; the others keep theirs.
 
     Raises:
       UserError: as in `generate`; raised by the call itself. If an iterable raises an error, or has
@@ -139,50 +139,67 @@ def generate_all(
     several = len(prompts) if isinstance(prompts, Sized) else 1
     options: dict[str, Any] = {"draft_policy": draft_policy, "logprobs": logprobs, "stop": stop}
     options |= {"prompt_piece": prompt_piece, "rows": slots, "policies": several}
-    models = method, target, draft
-    options = requests.checked_options(*models, policy, observe, mesh, **options)
+    options = requests.checked_options(method, target, draft, policy, observe, mesh, **options)
     requests.check_key(key, slots)
-    read, length = _read(prompts, max_new_tokens, options["target"], frozenset(skip)), 0
+    read, longest = _read(prompts, max_new_tokens, options["target"]), 0
     if isinstance(prompts, Sized):
         known = list(read)
-        longest = max((len(prompt.tokens) for prompt in known), default=1)
-        read, length = iter(known), requests.padded_length(longest)
-    policy, draft_policy = options.pop("policy") or Policy(), options.pop("draft_policy")
-    policies = {"policy": policy, "draft_policy": draft_policy or policy}
-    of_all = {name: for_rows(policy, several) for name, policy in policies.items()}
+        longest = max((len(prompt.tokens) for prompt in known), default=0)
+        read = iter(known)  # With those to skip: the same program continues an evaluation.
+    wanted = (prompt for prompt in read if prompt.index not in skip)
+    policy = options.pop("policy") or Policy()
+    draft_policy = options.pop("draft_policy") or policy
+    arguments = _Arguments(
+        key=key,
+        max_new_tokens=max_new_tokens,
+        policy=for_rows(policy, several),
+        draft_policy=for_rows(draft_policy, several),
+        options=options,
+    )
+    completions = _decode(arguments, wanted, slots, requests.padded_length(longest))
+    return _by_index(completions, skip) if in_order else completions
 
-    def request_of(held: _Held, is_new: Bool[np.ndarray, " batch"], length: int) -> Request:
-        """Returns the request of the prompts in all slots; only those that are new have tokens."""
-        tokens: Any = np.zeros((slots, length), np.int32)
-        lengths: Any = np.ones(slots, np.int32)
-        limits, indices = lengths + max_new_tokens, np.zeros(slots, np.int32)
-        for slot, prompt in enumerate(held):
-            if prompt is not None:
-                indices[slot], limits[slot] = prompt.index, len(prompt.tokens) + max_new_tokens
-            if prompt is not None and is_new[slot]:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """What all requests share: the checked arguments, with a policy for each prompt or one for all."""
+
+    key: PRNGKeyArray
+    max_new_tokens: int
+    policy: PolicyRows
+    draft_policy: PolicyRows
+    options: dict[str, Any]
+
+    def request(self, prompts: _Held, is_new: Bool[np.ndarray, " batch"], length: int) -> Request:
+        """Returns the request of the prompts in all slots. Only those that are new have tokens."""
+        slots = len(prompts)
+        tokens, lengths = np.zeros((slots, length), np.int32), np.ones(slots, np.int32)
+        limits, indices = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        for slot, prompt in enumerate(prompts):
+            if prompt is None:
+                continue
+            indices[slot], limits[slot] = prompt.index, len(prompt.tokens) + self.max_new_tokens
+            if is_new[slot]:
                 lengths[slot] = len(prompt.tokens)
                 tokens[slot, : lengths[slot]] = prompt.tokens
-        sequences = Sequences(tokens=tokens, lengths=lengths)
-        own: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "room": requests.padded_room(max_new_tokens),
-        }
-        request = requests.request_of(_keys(key, indices), prompts=sequences, **own, **options)
-        rows: Any = np.minimum(indices, several - 1)
-        policies: dict[str, Any] = {name: policy.of(rows) for name, policy in of_all.items()}
+        request: Any = requests.request_of(
+            _keys(self.key, indices),
+            prompts=Sequences(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths)),
+            max_new_tokens=self.max_new_tokens,
+            room=requests.padded_room(self.max_new_tokens),
+            **self.options,
+        )
+
+        def own(policy: PolicyRows) -> PolicyRows:
+            return policy.of(np.minimum(indices, len(policy.eos) - 1))
+
+        policies = {"policy": own(self.policy), "draft_policy": own(self.draft_policy)}
         return dataclasses.replace(request, limits=limits, **policies)
 
-    completions = _decode(request_of, read, slots, length)
-    return _by_index(completions, frozenset(skip)) if in_order else completions
 
-
-def _read(
-    prompts: Iterable[Any], max_new_tokens: int, target: Frozen, skip: frozenset[int]
-) -> Iterator[_Prompt]:
-    """Yields the prompts that are not in `skip`; raises `UserError` for one that is out of range."""
+def _read(prompts: Iterable[Any], max_new_tokens: int, target: Frozen) -> Iterator[_Prompt]:
+    """Yields the prompts; raises `UserError` for one that is out of range."""
     for index, prompt in enumerate(prompts):
-        if index in skip:
-            continue
         name = f"prompts[{index}]"
         tokens = requests.whole_numbers(name, prompt)
         if tokens.ndim != 1 or not tokens.size:
@@ -192,15 +209,15 @@ def _read(
 
 
 def _decode(
-    request_of: Callable[[_Held, Bool[np.ndarray, " batch"], int], Request],
-    read: Iterator[_Prompt],
-    slots: int,
-    length: int,
+    arguments: _Arguments, read: Iterator[_Prompt], slots: int, length: int
 ) -> Iterator[Completion]:
-    """Yields each sequence when it ends. `length` is the padded length of the longest prompt, if known.
+    """Yields each sequence when it ends.
 
-    The host reads what a program has computed while the next one runs.
+    `length` is the padded length of the longest prompt, or 0 if that is not known. The host reads
+    what a program has computed while the next one runs.
     """
+    on_accelerator = GROUP_ON_ACCELERATORS, CALLS_ON_ACCELERATORS
+    group, calls = (GROUP, CALLS) if backend.on_cpu() else on_accelerator
     held: list[_Prompt | None] = [None] * slots
     state: Any = None
     ran: Any = None  # The output of the program before, with the prompts that it had.
@@ -216,12 +233,12 @@ def _decode(
             if (longest := max(len(prompt.tokens) for prompt in new)) > length:
                 length, fits = max(requests.BUCKET, 1 << (longest - 1).bit_length()), False
             is_new = np.isin(np.arange(slots), free[: len(new)])
-            request = request_of(held, is_new, length)
-            state = state if fits else _resized(state, request)
-            state = _start(state, request, is_new, _group())
+            request = arguments.request(held, is_new, length)
+            state = state if fits else resized(state, request)
+            state = start(state, request, is_new, group)
         if held.count(None) == slots:
             break
-        state, seen = _advance(state, request, CALLS if backend.on_cpu() else CALLS_ON_ACCELERATORS)
+        state, seen = advance(state, request, calls)
         running = seen, tuple(held)
         for slot, completion in _ended(ran, held):
             held[slot] = None
@@ -279,7 +296,7 @@ def _completion(prompt: _Prompt, seen: _State, slot: int) -> Completion:
     )
 
 
-def _by_index(completions: Iterator[Completion], skip: frozenset[int]) -> Iterator[Completion]:
+def _by_index(completions: Iterator[Completion], skip: Collection[int]) -> Iterator[Completion]:
     """Yields sequences in the order of their prompts."""
     indices = (index for index in itertools.count() if index not in skip)
     waiting: dict[int, Completion] = {}
@@ -304,7 +321,7 @@ def _begin(request: Request) -> Loop:
 
 
 @jax.jit
-def _resized(state: _State | None, request: Request) -> _State:
+def resized(state: _State | None, request: Request) -> _State:
     """Returns the state with room for the request's prompts; of empty slots, if it is None."""
 
     def resize(request: Request, state: _State | None) -> _State:
@@ -317,10 +334,10 @@ def _resized(state: _State | None, request: Request) -> _State:
 
 
 @functools.partial(jax.jit, donate_argnames="state", static_argnames="group")
-def _start(state: _State, request: Request, is_new_B: Bool[Array, " batch"], group: int) -> _State:
+def start(state: _State, request: Request, is_new_B: Bool[Array, " batch"], group: int) -> _State:
     """Runs the models on the new prompts, at most `group` together; returns the state with them."""
 
-    def start(request: Request, state: _State, is_new_B: Bool[Array, " batch"]) -> _State:
+    def begin_new(request: Request, state: _State, is_new_B: Bool[Array, " batch"]) -> _State:
         B = len(is_new_B)
         G = min(group, B)
         order_B = jnp.argsort(~is_new_B, stable=True)
@@ -334,7 +351,7 @@ def _start(state: _State, request: Request, is_new_B: Bool[Array, " batch"], gro
         groups = (sharding.over_groups(jnp.sum(is_new_B)) + G - 1) // G
         return state._replace(loop=jax.lax.fori_loop(0, groups, step, state.loop))
 
-    return over_mesh(start, request, state, is_new_B)
+    return over_mesh(begin_new, request, state, is_new_B)
 
 
 def _placed(rows: Any, new: Any, places_G: Int[Array, " group"]) -> Any:
@@ -354,10 +371,10 @@ def _placed(rows: Any, new: Any, places_G: Int[Array, " group"]) -> Any:
 
 
 @functools.partial(jax.jit, donate_argnames="state", static_argnames="calls")
-def _advance(state: _State, request: Request, calls: int) -> tuple[_State, _State]:
+def advance(state: _State, request: Request, calls: int) -> tuple[_State, _State]:
     """Calls the target at most `calls` times; returns the state, and a copy without caches."""
 
-    def advance(request: Request, state: _State) -> _State:
+    def make_calls(request: Request, state: _State) -> _State:
         setup = request.setup()
 
         def step(carry: tuple[Any, Loop]) -> tuple[Any, Loop]:
@@ -369,10 +386,6 @@ def _advance(state: _State, request: Request, calls: int) -> tuple[_State, _Stat
         count, loop = jax.lax.while_loop(any_left, step, (jnp.int32(0), state.loop))
         return _State(loop=loop, batch_calls=state.batch_calls + count)
 
-    after = over_mesh(advance, request, state)
+    after = over_mesh(make_calls, request, state)
     caches: dict[str, Any] = dict.fromkeys(("target_cache", "drafter_state", "stop_states"))
     return after, after._replace(loop=after.loop._replace(**caches))
-
-
-def _group() -> int:
-    return GROUP if backend.on_cpu() else GROUP_ON_ACCELERATORS

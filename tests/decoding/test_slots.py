@@ -155,7 +155,7 @@ def test_prompts_are_read_when_slots_are_free_and_grow_programs_rarely(count_com
 
 def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
     events = []
-    advance, fetch = slots._advance, slots.hosts.fetch
+    advance, fetch = slots.advance, slots.hosts.fetch
 
     def recorded(*arguments):
         after, seen = advance(*arguments)
@@ -167,7 +167,7 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
         events.append(("read", leaf))
         return fetch(tree)
 
-    monkeypatch.setattr(slots, "_advance", recorded)
+    monkeypatch.setattr(slots, "advance", recorded)
     monkeypatch.setattr(slots.hosts, "fetch", fetched)
     completions = list(generate_all(KEY, *MODELS, SHORT * 4, NEW, 4, Policy(eos=3)))
     started = [leaf for kind, leaf in events if kind == "start"]
