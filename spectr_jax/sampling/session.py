@@ -181,7 +181,7 @@ def _of_lines(
         try:
             yield prompt, encode(session, prompt)
         except TooLong as error:
-            raise TooLong(f"line {number}: {error}") from error
+            raise TooLong(f"line {number} of --file: {error}") from error
 
 
 def _as_they_come(
