@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.decoding import Policy, get_method
+from spectr_jax.sampling import answers, terminal
 from spectr_jax.sampling import session as sessions
-from spectr_jax.sampling import terminal
 from spectr_jax.sampling.answers import Totals, answer_all
 from spectr_jax.utils.errors import UserError, explain
 
@@ -74,22 +75,56 @@ def test_answers_equal_those_of_single_prompts(session, prompts, whole):
     assert stopped  # The stop strings cut some of them.
 
 
+def test_chat_messages_are_encoded_with_the_template(session, prompts, path, toy):
+    with pytest.raises(UserError, match="--chat needs a chat template"):
+        answer_all(session, prompts, path, SLOTS, SEED, is_chat=True)
+
+    class Backwards(Tokenizer):
+        template = "any"
+
+        def chat(self, messages):
+            return [self.bos, *reversed(self.encode(messages[0]["content"]))]
+
+    tokenizer = Backwards(toy.folder / "tokenizer.model")
+    chatting = session._replace(target=session.target._replace(tokenizer=tokenizer))
+    answer_all(chatting, {1: toy.prompts[0]}, path, SLOTS, SEED, is_chat=True)
+    head, record = map(json.loads, path.read_bytes().splitlines())
+    tokens = tokenizer.chat([{"content": toy.prompts[0]}])
+    key = jax.random.fold_in(jax.random.key(SEED), 0)[None]
+    alone = sessions.decode(chatting, session.method, tokens, key)
+    assert head["settings"]["chat"] and record["prompt"] == toy.prompts[0]
+    assert counts_of(record) == (len(alone.tokens), len(alone.calls))
+    expected = sessions.before_stop(session, record["tokens"], tokenizer.decode(record["tokens"]))
+    assert record["text"] == expected == "".join(token.text for token in alone.tokens).lstrip()
+
+
+def test_each_answer_is_in_the_file_before_the_next(session, prompts, path, monkeypatch):
+    seen, made = [], answers._answer
+
+    def look(*arguments):
+        seen.append(path.read_bytes().count(b"\n"))
+        return made(*arguments)
+
+    monkeypatch.setattr(answers, "_answer", look)
+    answer_all(session, prompts, path, SLOTS, SEED)
+    assert seen == [0, *range(2, len(prompts) + 1)]
+
+
 def test_a_killed_run_continues_to_the_same_file(session, prompts, whole, path):
     """A kill leaves a prefix of the lines, in any order, of which the last may be torn."""
     header, *lines = whole.splitlines(keepends=True)
     shuffled = [lines[index] for index in (4, 1, 8, 2, 0, 7, 3, 6, 5)]
     end = len(header)
     cuts = {0: 0, 1: 0, end - 1: 0, end: 0, end + 1: 0}
-    for answers in (1, 8, 9):
-        end = len(header) + sum(map(len, shuffled[:answers]))
-        cuts |= {end - 1: answers - 1, end: answers, end - 20: answers - 1}
+    for whole_lines in (1, 8, 9):
+        end = len(header) + sum(map(len, shuffled[:whole_lines]))
+        cuts |= {end - 20: whole_lines - 1, end - 1: whole_lines - 1, end: whole_lines}
     for cut, finished in cuts.items():
         path.write_bytes(b"".join([header, *shuffled])[:cut])
         totals = answer_all(session, prompts, path, SLOTS, SEED)
         assert totals.answers == len(lines) - finished, cut
         assert path.read_bytes() == whole, cut
-    (folder,) = {path.parent}
-    assert list(folder.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_finished_file_stays_and_new_prompts_are_appended(session, prompts, whole, path):
