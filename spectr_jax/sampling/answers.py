@@ -180,18 +180,19 @@ def _decode(
     lines: dict[int, bytes],
 ) -> Totals:
     """Writes each answer when it ends, adds it to `lines`, and shows progress."""
-    finished, tokens, calls, started = len(lines), 0, 0, time.monotonic()
-    with progress(len(prompts), "prompt", initial=finished) as bar:
+    answers, tokens, calls, started = 0, 0, 0, time.monotonic()
+    with progress(len(prompts), "prompt", initial=len(lines)) as bar:
         for done in completions:
             answer = _answer(session, prompts[done.index], done, is_chat)
             lines[done.index] = _line(answer)
             file.write(lines[done.index])
             file.flush()
-            tokens, calls = tokens + len(answer["tokens"]), calls + done.target_calls
+            answers, calls = answers + 1, calls + done.target_calls
+            tokens += len(answer["tokens"])
             speed = tokens / (time.monotonic() - started)
             bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             bar.update()
-    return Totals(len(lines) - finished, tokens, calls, time.monotonic() - started)
+    return Totals(answers, tokens, calls, time.monotonic() - started)
 
 
 def _answer(session: Session, prompt: str, done: Completion, is_chat: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.decoding import Policy, get_method
+from spectr_jax.decoding.slots import Completion
 from spectr_jax.sampling import answers, terminal
 from spectr_jax.sampling import session as sessions
 from spectr_jax.sampling.answers import Totals, answer_all
@@ -49,6 +50,13 @@ def counts_of(record):
     return len(record["tokens"]), record["calls"]
 
 
+def check_counts_and_logprobs(record, alone):
+    assert counts_of(record) == (len(alone.tokens), len(alone.calls))
+    scores = zip(*(record["logprobs"][name] for name in ("policy", "model")), strict=True)
+    expected = [token.logprobs for token in alone.tokens]
+    np.testing.assert_allclose(list(scores), expected, atol=2e-5)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "answers.jsonl"
@@ -65,10 +73,7 @@ def test_answers_equal_those_of_single_prompts(session, prompts, whole):
         alone = sessions.decode(session, session.method, tokens, key)
         assert record["prompt"] == prompt
         assert record["text"] == "".join(token.text for token in alone.tokens)
-        assert counts_of(record) == (len(alone.tokens), len(alone.calls))
-        scores = zip(*(record["logprobs"][name] for name in ("policy", "model")), strict=True)
-        expected = [token.logprobs for token in alone.tokens]
-        np.testing.assert_allclose(list(scores), expected, atol=2e-5)
+        check_counts_and_logprobs(record, alone)
         everything = session.target.tokenizer.decode([*tokens, *record["tokens"]])
         assert everything.startswith(prompt + record["text"])
         stopped += everything != prompt + record["text"]
@@ -93,9 +98,43 @@ def test_chat_messages_are_encoded_with_the_template(session, prompts, path, toy
     key = jax.random.fold_in(jax.random.key(SEED), 0)[None]
     alone = sessions.decode(chatting, session.method, tokens, key)
     assert head["settings"]["chat"] and record["prompt"] == toy.prompts[0]
-    assert counts_of(record) == (len(alone.tokens), len(alone.calls))
-    expected = sessions.before_stop(session, record["tokens"], tokenizer.decode(record["tokens"]))
-    assert record["text"] == expected == "".join(token.text for token in alone.tokens).lstrip()
+    check_counts_and_logprobs(record, alone)
+
+
+def test_a_continuation_keeps_its_space_and_an_answer_of_a_chat_does_not(session):
+    tokenizer = session.target.tokenizer
+    prompt, new = tokenizer.prompt("draft"), [*tokenizer.encode("law 3"), tokenizer.eos]
+    counts = {"target_calls": 7, "batch_calls": 9, "emitted_per_call": np.zeros(4, int)}
+    rest = {"index": 2, "prompt_length": len(prompt), "observed": None, "logprobs": None, **counts}
+    done = Completion(tokens=np.array([*prompt, *new]), **rest)
+    for is_chat, text in ((False, " la"), (True, "la")):
+        expected = {"index": 2, "prompt": "draft", "text": text, "tokens": new, "calls": 7}
+        assert answers._answer(session, "draft", done, is_chat) == expected
+
+
+def test_a_run_that_is_stopped_twice_continues(session, prompts, whole, path, monkeypatch):
+    """The second run writes after the whole lines of the first."""
+    header, *lines = whole.splitlines(keepends=True)
+    made = answers._answer
+    for cut, finished in ((len(header) + 9, 0), (len(header + lines[0]) + 9, 1)):
+        path.write_bytes(whole[:cut])
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(answers, "_answer", stops_after(2, made))
+            answer_all(session, prompts, path, SLOTS, SEED)
+        assert path.read_bytes().startswith(header + b"".join(lines[:finished]))
+        totals = answer_all(session, prompts, path, SLOTS, SEED)
+        assert totals.answers == len(lines) - finished - 2 and path.read_bytes() == whole
+
+
+def stops_after(count, function):
+    left = iter(range(count))
+
+    def stops(*arguments):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return stops
 
 
 def test_each_answer_is_in_the_file_before_the_next(session, prompts, path, monkeypatch):
@@ -167,7 +206,7 @@ def test_other_files_are_refused_and_left_untouched(session, prompts, whole, pat
     for broken in (b"\n", b"torn", b'{"index": 0}\n', b'"index"\n', first[:-9] + b"\n"):
         content = header + broken + (b"".join(rest) if broken.endswith(b"\n") else b"\n")
         refused("line 2 is not of a file of answers", content)
-    refused("line 2 answers prompt 1.0", header + first.replace(b'"index": 0', b'"index": 1.0'))
+    refused("line 2 answers prompt .0. as", header + first.replace(b'"index": 0', b'"index": [0]'))
 
 
 def test_one_process_writes_a_file(session, prompts, whole, path):
