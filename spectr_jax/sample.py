@@ -3,6 +3,7 @@
     python -m spectr_jax.sample --prompt="The committee will meet again"
     python -m spectr_jax.sample --file=prompts.txt --method=spectr --num_drafts=4 --draft_length=4 --compare --html=page.html
     echo "The committee will meet again" | python -m spectr_jax.sample
+    python -m spectr_jax.sample --file=prompts.jsonl --output=answers.jsonl
     python -m spectr_jax.sample --target=smollm2 --chat --prompt="Why is the sky blue?"
     python -m spectr_jax.sample --target=smollm2 --chat --method=lookup --prompt="Repeat this list backwards: apple, pear"
 
@@ -12,6 +13,9 @@ over pairs of runs, so on a busy machine it is not the quotient of the speeds. S
 a line on all of them. The default models are part of the package; nothing is downloaded. With
 --chat an instructed model answers; without --prompt and --file it holds a conversation. With --chat
 and --compare or --html each prompt is a conversation of its own, shown once it is answered.
+
+With --output all prompts of a file are decoded together, a line of JSON for each. If such a run is
+stopped or killed, the same command continues it.
 
 A line of stdin that is too long for the target's context is reported and skipped. Before a
 conversation outgrows the context its oldest turns are left out, and a line says so.
@@ -23,7 +27,7 @@ import pathlib
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from absl import flags
 
@@ -35,7 +39,29 @@ _PROMPT = flags.DEFINE_multi_string(
     "The text to continue; may be given several times. Without --prompt and --file, each line of "
     "stdin.",
 )
-_FILE = flags.DEFINE_string("file", None, "A text file with one prompt per line.")
+_FILE = flags.DEFINE_string(
+    "file",
+    None,
+    "A text file with one prompt per line, or FILE.jsonl with a JSON string or an object with a "
+    '"prompt" per line.',
+)
+_OUTPUT = flags.DEFINE_string(
+    "output",
+    None,
+    "Write the answers to all prompts of --file to this file, as JSON lines: index, prompt, text, "
+    "tokens, calls. The same command continues a run that was stopped.",
+)
+_SLOTS = flags.DEFINE_integer(
+    "slots",
+    None,
+    "The number of prompts of --output that are decoded at the same time. (default: 8)",
+    lower_bound=1,
+)
+_LOGPROBS = flags.DEFINE_bool(
+    "logprobs",
+    False,
+    "Write log-probabilities of each token to --output, under the policy and under the model.",
+)
 _METHOD = flags.DEFINE_string(
     "method",
     None,
@@ -114,9 +140,9 @@ def main():
     from spectr_jax.decoding.policy import check_policy
     from spectr_jax.loading.by_name import SMOLLM2, check_dtype
     from spectr_jax.models.formats.published import PUBLISHED
-    from spectr_jax.sampling.page import checked_path
     from spectr_jax.sampling.session import open_session
     from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.files import checked_path
 
     chat, html, temperature = _CHAT.value, _HTML.value, _TEMPERATURE.value
     if temperature is None:
@@ -129,18 +155,18 @@ def main():
     dtype = _DTYPE.value or ("int8" if _TARGET.value in (*PUBLISHED, SMOLLM2) else None)
     if dtype is not None:
         check_dtype(dtype)
-    method, prompts = _method(), _prompts()
+    output, method, prompts = _output(), _method(), _prompts()
     without_model = method is not None and not (method.tree.size and method.drafter.draws)
     if without_model and _DRAFT_TEMPERATURE.value is not None:
         problem = f"method {method.name!r} draws no drafts from a model; leave it out"
         raise UserError(f"--draft_temperature={_DRAFT_TEMPERATURE.value}: {problem}")
-    path = None if html is None else checked_path(html)
+    path = None if html is None else checked_path("html", html)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Replaces characters that the terminal lacks.
     session = open_session(
         *(method, _TARGET.value, _DRAFT.value or None, dtype),
         *(_NEW.value or (256 if chat else 64), policy, own),
-        logprobs=path is not None,
+        logprobs=path is not None or _LOGPROBS.value,
         stop=tuple(_STOP.value),
         mesh=_mesh(),
     )
@@ -152,7 +178,9 @@ def main():
         print(
             f"no --draft is given for {_TARGET.value!r}: the baseline decodes it", file=sys.stderr
         )
-    if chat and not _COMPARE.value and path is None:
+    if output is not None:
+        _write(session, prompts, output, dtype)
+    elif chat and not _COMPARE.value and path is None:
         _chat(session, prompts)
     else:
         _show(session, prompts, path)
@@ -204,8 +232,31 @@ def _method():
     return get_method("block", **given) if given else None
 
 
-def _prompts() -> Iterable[str]:
-    """Returns the prompts: a list, or an iterator over stdin."""
+def _output() -> pathlib.Path | None:
+    """Returns the path of --output, or None.
+
+    Raises:
+      UserError: the file cannot be written, or other flags do not fit.
+    """
+    from spectr_jax.utils.errors import UserError
+    from spectr_jax.utils.files import checked_path
+
+    def given(*several: flags.FlagHolder) -> list[str]:
+        return [flag.name for flag in several if flag.value not in (None, False)]
+
+    if _OUTPUT.value is None:
+        for name in given(_SLOTS, _LOGPROBS):
+            raise UserError(f"--{name}: applies to --output only; give both, or leave it out")
+        return None
+    for name in given(_PROMPT, _COMPARE, _HTML):
+        raise UserError(f"--{name} and --output={_OUTPUT.value} are both given; give one of them")
+    if _FILE.value is None:
+        raise UserError(f"--output={_OUTPUT.value}: takes its prompts from a file; give --file")
+    return checked_path("output", _OUTPUT.value)
+
+
+def _prompts():
+    """Returns the prompts (`session.Prompts`): of a file, a list, or an iterator over stdin."""
     from spectr_jax.sampling import prompts
     from spectr_jax.utils.errors import UserError
 
@@ -230,7 +281,17 @@ def _colour() -> bool:
     return _COLOUR.value == "always" or (_COLOUR.value == "auto" and terminal.wants_colour())
 
 
-def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
+def _write(session, prompts: Mapping[int, str], output: pathlib.Path, dtype: str | None) -> None:
+    """Writes the answers to the prompts of a file, and prints a line of totals."""
+    from spectr_jax.sampling import terminal
+    from spectr_jax.sampling.answers import answer_all
+
+    slots = _SLOTS.value or 8
+    totals = answer_all(session, prompts, output, slots, _SEED.value, dtype, _CHAT.value)
+    print(terminal.written(f"{output}", len(prompts), session.method.name, totals))
+
+
+def _show(session, prompts, html: pathlib.Path | None) -> None:
     """Prints the continuation of each prompt with its speed, and writes the page."""
     import jax
 
@@ -268,7 +329,7 @@ def _show(session, prompts: Iterable[str], html: pathlib.Path | None) -> None:
         print(terminal.summary(measured))
 
 
-def _chat(session, prompts: Iterable[str]) -> None:
+def _chat(session, prompts) -> None:
     """Answers each prompt separately; prompts of stdin form one conversation."""
     import jax
 

@@ -322,6 +322,9 @@ CASES = [
         "--html=/nowhere/page.html",
         "--html=/nowhere/page.html: is in a folder that does not exist; create it first",
     ),
+    (SAMPLE, "--slots=4", "--slots: applies to --output only; give both, or leave it out"),
+    (SAMPLE, "--logprobs", "--logprobs: applies to --output only; give both, or leave it out"),
+    (SAMPLE, "--output=a", "--prompt and --output=a are both given; give one of them"),
     (SAMPLE, "--html=", "--html is empty; name a file"),
     (SAMPLE, "--html=/tmp", "--html=/tmp: is a folder; name a file in it"),
     (SAMPLE, "--prompt=la\udcff", "is not UTF-8; convert it"),
@@ -534,6 +537,40 @@ def test_an_empty_prompt_is_decoded_with_a_note(run):
     )
 
 
+def test_flags_of_a_file_of_answers_are_checked(run, tmp_path):
+    flags = f"--file={ROOT}/spectr_jax/embedded/prompts.txt"
+    check_one_line(run(SAMPLE, "--output=a"), "--output=a: takes its prompts from a file; give --f")
+    for wrong, message in (
+        ("--output=a --compare", "--compare and --output=a are both given; give one of them"),
+        ("--output=a --html=b", "--html and --output=a are both given; give one of them"),
+        ("--output=a --slots=0", "flag --slots=0"),
+        ("--output=", "--output is empty; name a file"),
+        ("--output=/proc/a", "--output=/proc/a: cannot be written"),
+        ("--output=/nowhere/a", "--output=/nowhere/a: is in a folder that does not exist"),
+    ):
+        check_one_line(run(SAMPLE, flags, *wrong.split()), message)
+    (tmp_path / "a.jsonl").write_text('"fine"\n"torn\n')
+    ended = run(SAMPLE, f"--file={tmp_path}/a.jsonl", f"--output={tmp_path}/b")
+    check_one_line(ended, f"--file={tmp_path}/a.jsonl: line 2 has no prompt (JSONDecodeError")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_file_of_prompts_is_answered_once(run, tmp_path):
+    (tmp_path / "a.jsonl").write_text('"The committee"\n{"prompt": "She opened"}\n')
+    flags = [f"--file={tmp_path}/a.jsonl", f"--output={tmp_path}/b", "--slots=2", "--target=2m"]
+    flags += ["--method=baseline", "--max_new_tokens=2"]
+    ended = run(SAMPLE, *flags)
+    line = f"{tmp_path}/b is finished, 2 answers"
+    assert ended.status == 0 and ended.stdout.startswith(
+        f"{line}; of this run 2, baseline: 4 tokens in 4 calls, 1.00 a call; "
+    )
+    assert "2/2" in ended.stderr and "tokens/s" in ended.stderr
+    answers = [json.loads(answer) for answer in (tmp_path / "b").read_text().splitlines()[1:]]
+    assert [answer["prompt"] for answer in answers] == ["The committee", "She opened"]
+    assert run(SAMPLE, *flags) == Ended(0, f"{line}\n", "")
+    check_one_line(run(SAMPLE, *flags, "--logprobs"), "with logprobs=False, and this run has logpr")
+
+
 @pytest.mark.parametrize("flag", ["--verbos", "--verb=1", "--v"])
 def test_abbreviations_of_verbose_are_refused(run, tmp_path, flag):
     """`-v` is the short form of absl's --verbosity, which takes a number."""
@@ -711,7 +748,7 @@ def test_help_lists_every_flag_and_exit_status(run, program):
     if program != LM1B:
         assert ended.stdout.startswith(source.removeprefix('"""').splitlines()[0])
         assert all(part in ended.stdout for part in ("--[no]verbose:", "Exit status:"))
-        assert ("\n  75   stopped" in ended.stdout) == ("output=" in source)
+        assert ("\n  75   stopped" in ended.stdout) == (", output=" in source)
     called = program.replace(".py", ".sh")
     called = called if (ROOT / called).exists() else program
     for flag in re.findall(r'DEFINE_\w+\(\s*"(\w+)"|add_argument\("--(\w+)"', source):

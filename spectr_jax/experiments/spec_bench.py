@@ -30,7 +30,6 @@ from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import spec_bench_config
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.acceptance import observe_positions
-from spectr_jax.experiments.measure.bench import progress
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.planning.on_tree import on_tree
@@ -40,6 +39,7 @@ from spectr_jax.models.frozen import Frozen, check_context, freeze
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest, write_figure
+from spectr_jax.utils.progress import progress
 
 NAME, BASELINE = "spec_bench", "baseline"
 SEVERAL_HOSTS = False

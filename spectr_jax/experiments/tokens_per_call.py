@@ -14,7 +14,7 @@ from spectr_jax.experiments import paper
 from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import measurement, report
 from spectr_jax.experiments.measure.acceptance import observe_accepted, observe_optimum
-from spectr_jax.experiments.measure.bench import Bench, progress
+from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Contender, Measurement
 from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
@@ -23,6 +23,7 @@ from spectr_jax.transport import rules
 from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
+from spectr_jax.utils.progress import progress
 
 NAME = "tokens_per_call"
 SEVERAL_HOSTS = True

@@ -1,14 +1,22 @@
 """A conversation with an instructed model: each answer is shown as it is decoded."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import jax
 
 from spectr_jax.decoding import stream
 from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
-from spectr_jax.sampling.session import PARTIAL, Session, Token, check_room, encode_all, note
+from spectr_jax.sampling.session import (
+    PARTIAL,
+    Prompts,
+    Session,
+    Token,
+    check_room,
+    encode_all,
+    note,
+)
 from spectr_jax.sampling.trace import observe_call, read_call
 from spectr_jax.utils.errors import UserError
 
@@ -66,11 +74,11 @@ def encode_next(session: Session, messages: list[dict[str, str]], message: str) 
 
 
 def answers(
-    session: Session, prompts: Iterable[str], key: jax.Array, show: Callable[[Token], None]
+    session: Session, prompts: Prompts, key: jax.Array, show: Callable[[Token], None]
 ) -> Iterator[Answer]:
     """Yields the answers to messages, passing each token to `show`; consumes `key`.
 
-    A list has separate conversations; any other iterable is one conversation (see `encode_next`),
+    A list or file has separate conversations; any other iterable is one conversation (see `encode_next`),
     where a message that is too long is reported on stderr and skipped.
 
     Raises:
@@ -81,7 +89,7 @@ def answers(
     def encode(session: Session, message: str) -> list[int]:
         return encode_next(session, messages, message)
 
-    alone = isinstance(prompts, list)
+    alone = isinstance(prompts, Sized)
     turns = encode_all(session, prompts, encode_message if alone else encode)
     for number, (_, tokens) in enumerate(turns):
         made = answer(session, tokens, jax.random.fold_in(key, number), show)

@@ -1,7 +1,5 @@
 """Decoded sequences as one HTML page: coloured tokens, speeds, and the draft tree of every call."""
 
-import pathlib
-import tempfile
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
@@ -13,8 +11,6 @@ from spectr_jax.decoding.tree import Tree
 from spectr_jax.sampling.session import Decoded, Session, Speed
 from spectr_jax.sampling.terminal import NAMES, speeds
 from spectr_jax.sampling.trace import ACCEPTED, Recorded
-from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
 from spectr_jax.utils.layout import rows_of_paths
 
 COLUMN, ROW, MARGIN, BEND = 88, 20, 12, 22
@@ -33,33 +29,6 @@ class Shown(NamedTuple):
     decoded: Decoded
     baseline: Decoded | None
     speed: Speed | None
-
-
-def checked_path(name: str) -> pathlib.Path:
-    """Returns the path of --html, checked before any decoding.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
-    if not name:
-        raise UserError("--html is empty; name a file")
-    path = expanded(name)
-    try:
-        if path.is_dir():
-            raise UserError(f"--html={name}: is a folder; name a file in it")
-        if path.exists() and not path.is_file():  # The page would replace a device.
-            raise UserError(f"--html={name}: is not a file; choose another")
-        if not path.parent.is_dir():
-            raise UserError(f"--html={name}: is in a folder that does not exist; create it first")
-        # Permissions alone do not decide: root has all of them, even on a read-only file system.
-        tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
-        ).close()
-    except OSError as error:
-        raise UserError(
-            f"--html={name}: cannot be written ({error}); choose another file"
-        ) from error
-    return path
 
 
 def page(session: Session, command: str, shown: Sequence[Shown]) -> str:

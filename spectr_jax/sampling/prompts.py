@@ -10,7 +10,7 @@ from typing import TextIO
 
 from spectr_jax.sampling.session import shortened
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded, lines_of, read_text
+from spectr_jax.utils.files import expanded, lines_of, parse_json, read_text
 
 
 def from_flags(texts: Sequence[str]) -> list[str]:
@@ -26,11 +26,15 @@ def from_flags(texts: Sequence[str]) -> list[str]:
     return list(texts)
 
 
-def from_file(path: str) -> list[str]:
-    """Returns the prompts of a text file, one per line.
+def from_file(path: str) -> dict[int, str]:
+    """Returns the prompts of a file by the number of their line.
+
+    Args:
+      path: text with one prompt per line; with a name in .jsonl, each line is a JSON string, or an
+        object with a "prompt".
 
     Raises:
-      UserError: the file cannot be read, is not UTF-8, or has no prompt.
+      UserError: the file cannot be read, is not UTF-8, has a line without a prompt, or is empty.
     """
     try:
         lines = lines_of(read_text(expanded(path)))
@@ -38,10 +42,30 @@ def from_file(path: str) -> list[str]:
         raise UserError(
             f"--file={path}: cannot be read ({error}); give a text file with one prompt per line"
         ) from error
-    prompts = [line for line in lines if line.strip()]
+    prompts = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
     if not prompts:
         raise UserError(f"--file={path}: has no prompt; write one per line")
-    return prompts
+    if not path.endswith(".jsonl"):
+        return prompts
+    return {
+        number: _from_json(f"--file={path}: line {number}", line)
+        for number, line in prompts.items()
+    }
+
+
+def _from_json(place: str, line: str) -> str:
+    """Returns the prompt of a JSON line; raises `UserError` if it has none."""
+    wanted = 'give a JSON string that is not blank, or an object with such a "prompt"'
+    try:
+        value = parse_json(line)
+        prompt = value["prompt"] if isinstance(value, dict) else value
+        if isinstance(prompt, str):
+            prompt.encode()  # Escapes can spell half a character, which no tokenizer takes.
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{place} has no prompt ({error!r}); {wanted}") from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f"{place} has the prompt {prompt!r:.60}; {wanted}")
+    return prompt
 
 
 def from_stdin(stdin: TextIO | None) -> Iterator[str]:

@@ -4,8 +4,8 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ DEFAULT_DRAFT, DEFAULT_TABLE = "2m", "smollm2-bigram"
 ROUNDS = 5
 """Timed runs of a method and of the baseline, in turns, after one untimed run of each."""
 PARTIAL = "\ufffd"
+
+Prompts: TypeAlias = Mapping[int, str] | Iterable[str]
+"""The prompts of a file by line, or a list of prompts, or prompts that are read as they come."""
 
 
 class Session(NamedTuple):
@@ -157,16 +160,28 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
 
 
 def encode_all(
-    session: Session, prompts: Iterable[str], encode: Callable[[Session, str], list[int]] = encode
+    session: Session, prompts: Prompts, encode: Callable[[Session, str], list[int]] = encode
 ) -> Iterator[tuple[str, list[int]]]:
     """Yields each prompt with its tokens.
 
-    The prompts of a list are all checked first. A prompt of another iterable that is too long is
-    reported on stderr and skipped, so that the later ones are not lost.
+    The prompts of a list or a file are all checked first. A prompt of another iterable that is too
+    long is reported on stderr and skipped, so that the later ones are not lost.
     """
-    if isinstance(prompts, list):
+    if isinstance(prompts, Mapping):
+        return iter(list(_of_lines(session, prompts, encode)))
+    if isinstance(prompts, Sized):
         return iter([(prompt, encode(session, prompt)) for prompt in prompts])
     return _as_they_come(session, prompts, encode)
+
+
+def _of_lines(
+    session: Session, lines: Mapping[int, str], encode: Callable[[Session, str], list[int]]
+) -> Iterator[tuple[str, list[int]]]:
+    for number, prompt in lines.items():
+        try:
+            yield prompt, encode(session, prompt)
+        except TooLong as error:
+            raise TooLong(f"line {number} of --file: {error}") from error
 
 
 def _as_they_come(
@@ -217,11 +232,15 @@ def added_texts(
             shown = text
 
 
+def before_stop(session: Session, new: Sequence[int], text: str) -> str:
+    """Returns the `text` of new tokens up to the first stop string."""
+    space = dropped_space(session.target.tokenizer, new, text, session.stop)
+    return before(space + text, session.stop)[len(space) :]
+
+
 def _before(session: Session, new: Sequence[int], texts: Sequence[str]) -> Iterator[str]:
     """Yields the text of each new token, up to the first stop string."""
-    whole = "".join(texts)
-    space = dropped_space(session.target.tokenizer, new, whole, session.stop)
-    left = len(before(space + whole, session.stop)) - len(space)
+    left = len(before_stop(session, new, "".join(texts)))
     for text in texts:
         yield text[: max(left, 0)]
         left -= len(text)

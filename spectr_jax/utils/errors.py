@@ -13,7 +13,7 @@ _REFUSED = (
 EXTRAS = {
     "train": (
         *("array_record", "grain", "importlib_resources", "matplotlib", "ml_collections"),
-        *("optax", "orbax", "tensorflow_datasets", "tqdm"),
+        *("optax", "orbax", "tensorflow_datasets"),
     ),
     "hf": ("gguf", "huggingface_hub", "jinja2", "tokenizers"),
 }

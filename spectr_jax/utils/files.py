@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,31 @@ def expanded_with_name(name: str | pathlib.Path) -> pathlib.Path:
     """Returns `expanded(name)` with a last `.` or `..` resolved, so that it ends in a name."""
     path = expanded(name)
     return path.resolve() if path.name in ("", "..") else path
+
+
+def checked_path(flag: str, name: str) -> pathlib.Path:
+    """Returns the path of a file that --FLAG=NAME asks to write, checked before any long work.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    if not name:
+        raise UserError(f"--{flag} is empty; name a file")
+    path, given = expanded(name), f"--{flag}={name}"
+    try:
+        if path.is_dir():
+            raise UserError(f"{given}: is a folder; name a file in it")
+        if path.exists() and not path.is_file():  # Writing would replace a device.
+            raise UserError(f"{given}: is not a file; choose another")
+        if not path.parent.is_dir():
+            raise UserError(f"{given}: is in a folder that does not exist; create it first")
+        # Permissions alone do not decide: root has all of them, even on a read-only file system.
+        tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f"{path.name}.", suffix=".partial"
+        ).close()
+    except OSError as error:
+        raise UserError(f"{given}: cannot be written ({error}); choose another file") from error
+    return path
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

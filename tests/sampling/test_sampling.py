@@ -15,10 +15,11 @@ from spectr_jax.decoding import Policy, get_method
 from spectr_jax.loading import by_name
 from spectr_jax.models.formats.published import EMBEDDED
 from spectr_jax.sampling import prompts, session, terminal
-from spectr_jax.sampling.page import Shown, checked_path, page
+from spectr_jax.sampling.page import Shown, page
 from spectr_jax.sampling.session import Decoded, Speed, Token
 from spectr_jax.sampling.trace import ACCEPTED, BONUS, CORRECTION, TARGET
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import checked_path
 
 TOKENS = [Token(" again", ACCEPTED, 0), Token(" and", CORRECTION, 0), Token(" on", BONUS, 1)]
 VOID = ("meta", "circle", "path")
@@ -247,7 +248,7 @@ def stdin_of(content, errors="strict"):
 def test_blank_lines_in_files_and_stdin_are_skipped(tmp_path):
     content = b"law 3\n\n \t\n draft\n"
     (tmp_path / "prompts.txt").write_bytes(content)
-    assert prompts.from_file(str(tmp_path / "prompts.txt")) == ["law 3", " draft"]
+    assert prompts.from_file(str(tmp_path / "prompts.txt")) == {1: "law 3", 4: " draft"}
     assert list(prompts.from_stdin(stdin_of(content))) == ["law 3", " draft"]
     with pytest.raises(UserError, match="no prompt on stdin"):
         list(prompts.from_stdin(stdin_of(b"\n\n")))
@@ -283,13 +284,13 @@ def test_unreadable_prompts_are_refused(tmp_path):
 )
 def test_unwritable_page_paths_are_refused(name, message):
     with pytest.raises(UserError, match=message):
-        checked_path(name)
+        checked_path("html", name)
 
 
 def test_checking_a_page_path_leaves_the_folder_unchanged(tmp_path):
     (tmp_path / "old.html").write_text("old")
     for name in ("old.html", "new.html"):
-        assert checked_path(str(tmp_path / name)) == tmp_path / name
+        assert checked_path("html", str(tmp_path / name)) == tmp_path / name
     assert [path.name for path in tmp_path.iterdir()] == ["old.html"]
     assert (tmp_path / "old.html").read_text() == "old"
 

@@ -25,6 +25,7 @@ from spectr_jax.loading.by_name import Trained
 from spectr_jax.models import parallel
 from spectr_jax.models.frozen import freeze
 from spectr_jax.utils import backend, hosts
+from spectr_jax.utils.progress import progress
 
 CORES_OF_A_PROGRAM = 4
 """Cores that XLA uses to compile one program for a CPU; 1 for an accelerator."""
@@ -134,13 +135,6 @@ class Bench(NamedTuple):
         for name, label, seed in bar:
             runs[label].append(self.measured(name, contenders[label], seed))
         return runs
-
-
-def progress(total: int, unit: str, leave: bool = True) -> tqdm.tqdm:
-    """Returns a progress bar that only the first process shows."""
-    return tqdm.tqdm(
-        total=total, unit=unit, leave=leave, dynamic_ncols=True, disable=not hosts.is_first()
-    )
 
 
 def compiled_in_parallel(tasks: Sequence[Callable[[], Any]]) -> Iterator[Any]:

@@ -1,0 +1,216 @@
+"""Answers to all prompts of a file, one JSON line each, in a file that the same run continues.
+
+The first line has the settings. The others are answers in the order in which they end. Once all are
+there, the file is rewritten in the order of the prompts, and does not show how often it was
+continued.
+"""
+
+import contextlib
+import fcntl
+import json
+import pathlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+
+from spectr_jax.decoding.slots import Completion, generate_all
+from spectr_jax.decoding.stopping import prepared
+from spectr_jax.models import frozen
+from spectr_jax.sampling import chat
+from spectr_jax.sampling import session as sessions
+from spectr_jax.sampling.session import Session
+from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import parse_json, path_in_errors, write_whole
+from spectr_jax.utils.progress import progress
+
+NUMBERS = ("temperature", "top_k", "top_p", "min_p")
+FIELDS = ("index", "prompt", "text", "tokens", "calls")
+"""The fields of each answer; `logprobs` follows if it was asked for."""
+DECIMALS = 5
+"""The precision of log-probabilities."""
+
+
+class Totals(NamedTuple):
+    """What one run has decoded."""
+
+    answers: int
+    tokens: int
+    calls: int
+    seconds: float
+
+
+def answer_all(
+    session: Session,
+    prompts: Mapping[int, str],
+    path: pathlib.Path,
+    slots: int,
+    seed: int,
+    dtype: str | None = None,
+    is_chat: bool = False,
+) -> Totals:
+    """Writes the answers to the prompts of a file (`prompts.from_file`) that `path` lacks.
+
+    Prompt i has the key `fold_in(key(seed), i)`. The lines of `path` do not depend on `slots`.
+
+    Raises:
+      UserError: a prompt is too long; another process writes `path`; or it has answers of other
+        settings or other prompts, or is another file. It stays as it is.
+      OSError: `path` cannot be written. It keeps the answers that were finished.
+    """
+    if is_chat:
+        chat.check(session)
+    encode = chat.encode_message if is_chat else sessions.encode
+    texts, tokens = zip(*sessions.encode_all(session, prompts, encode), strict=True)
+    header = _line({"settings": _settings(session, seed, dtype, is_chat)})
+    totals = Totals(0, 0, 0, 0.0)
+    with path_in_errors(path), _locked(path) as file:
+        content = file.read()
+        lines = _read(f"--output={path}", content, header, texts)
+        if len(lines) < len(texts):
+            completions = _completions(session, tokens, slots, seed, lines)
+            file.truncate(content.rfind(b"\n") + 1 if lines else 0)  # Without a torn last line.
+            file.write(b"" if lines else header)
+            totals = _decode(session, completions, texts, is_chat, file, lines)
+        whole = header + b"".join(lines[index] for index in range(len(texts)))
+        if content != whole:
+            write_whole(path, whole)
+    return totals
+
+
+def _settings(session: Session, seed: int, dtype: str | None, is_chat: bool) -> dict[str, Any]:
+    """Returns everything that tokens depend on, apart from the prompts."""
+    method, draft_policy = session.method, session.draft_policy or session.policy
+    return {
+        "target": frozen.digest(session.target),
+        "draft": session.draft and frozen.digest(session.draft),
+        "method": method.name,
+        "tree": method.tree.parents,
+        "verifier": repr(method.verifier),
+        "drafter": repr(method.drafter),
+        **{name: getattr(session.policy, name) for name in (*NUMBERS, "eos")},
+        **{f"draft_{name}": getattr(draft_policy, name) for name in NUMBERS},
+        "stop": session.stop,
+        "max_new_tokens": session.max_new_tokens,
+        "dtype": dtype,
+        "chat": is_chat,
+        "seed": seed,
+        "logprobs": session.logprobs,
+    }
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A context with the file open to be read, and to be written at its end, by one process."""
+    with path.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"--output={path}: another process writes it; wait, or choose another file"
+            ) from error
+        file.seek(0)
+        yield file
+
+
+def _read(place: str, content: bytes, header: bytes, prompts: Sequence[str]) -> dict[int, bytes]:
+    """Returns the lines of the answers in a file by index, without a torn last line.
+
+    Raises:
+      UserError: the file has other settings than `header`, or other prompts, or is another file.
+    """
+    if header.startswith(content):
+        return {}
+    ours, (first, *lines) = parse_json(header.decode())["settings"], content.split(b"\n")
+    theirs = _fields(f"{place}: line 1", first, {"settings"})["settings"]
+    for name, value in ours.items():
+        other = theirs.get(name) if isinstance(theirs, dict) else None
+        if other != value:
+            raise UserError(
+                f"{place}: has answers with {name}={other!r:.60}, and this run has "
+                f"{name}={value!r:.60}; choose another file"
+            )
+    found, of_index = {}, dict(enumerate(prompts))
+    for number, line in enumerate(lines[:-1], start=2):
+        answer = _fields(f"{place}: line {number}", line, FIELDS)
+        index, prompt = answer["index"], answer["prompt"]
+        asked = of_index.get(index) if type(index) is int else None
+        if asked != prompt:
+            raise UserError(
+                f"{place}: line {number} answers prompt {index} as {prompt!r:.60}, which is "
+                f"{asked!r:.60} in --file; choose another file"
+            )
+        found[index] = line + b"\n"
+    return found
+
+
+def _fields(place: str, line: bytes, names: Collection[str]) -> dict[str, Any]:
+    """Returns a JSON object; raises `UserError` if the line is something else or lacks a name."""
+    with contextlib.suppress(ValueError):
+        record = parse_json(line.decode())
+        if isinstance(record, dict) and record.keys() >= set(names):
+            return record
+    raise UserError(f"{place} is not of a file of answers; choose another file")
+
+
+def _completions(
+    session: Session, prompts: Sequence[Sequence[int]], slots: int, seed: int, skip: Collection[int]
+) -> Iterator[Completion]:
+    """Yields the sequences of the prompts that are not in `skip` as they end."""
+    target = session.target
+    return generate_all(
+        *(jax.random.key(seed), session.method, session.target_model, session.draft_model),
+        *(prompts, session.max_new_tokens, slots, session.policy),
+        mesh=session.mesh,
+        draft_policy=session.draft_policy,
+        logprobs=session.logprobs,
+        stop=prepared(session.stop, target.tokenizer, target.model.vocab_size),
+        skip=skip,
+    )
+
+
+def _decode(
+    session: Session,
+    completions: Iterator[Completion],
+    prompts: Sequence[str],
+    is_chat: bool,
+    file: BinaryIO,
+    lines: dict[int, bytes],
+) -> Totals:
+    """Writes each answer when it ends, adds it to `lines`, and shows progress."""
+    answers, tokens, calls, started = 0, 0, 0, time.monotonic()
+    with progress(len(prompts), "prompt", initial=len(lines)) as bar:
+        for done in completions:
+            answer = _answer(session, prompts[done.index], done, is_chat)
+            lines[done.index] = _line(answer)
+            file.write(lines[done.index])
+            file.flush()
+            answers, calls = answers + 1, calls + done.target_calls
+            tokens += len(answer["tokens"])
+            speed = tokens / (time.monotonic() - started)
+            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            bar.update()
+    return Totals(answers, tokens, calls, time.monotonic() - started)
+
+
+def _answer(session: Session, prompt: str, done: Completion, is_chat: bool) -> dict[str, Any]:
+    """Returns the fields of an answer."""
+    decode, added = session.target.tokenizer.decode, slice(done.prompt_length, None)
+    before, new = done.tokens[: done.prompt_length].tolist(), done.tokens[added].tolist()
+    # An answer of a chat is a text of its own; a continuation may begin with a space.
+    text = decode(new) if is_chat else decode([*before, *new])[len(decode(before)) :]
+    text = sessions.before_stop(session, new, text)
+    values = (done.index, prompt, text, new, done.target_calls)
+    answer = dict(zip(FIELDS, values, strict=True))
+    if done.logprobs is not None:
+        answer["logprobs"] = {
+            name: np.round(row[added].astype(float), DECIMALS).tolist()
+            for name, row in done.logprobs._asdict().items()
+        }
+    return answer
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
