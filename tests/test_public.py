@@ -51,7 +51,7 @@ def test_a_published_model_needs_only_safetensors_and_sentencepiece():
 
 def test_exported_names_exist_and_unknown_names_raise():
     assert spectr_jax.__all__ == sorted(spectr_jax.__all__) and set(spectr_jax.__all__) == {
-        *("load", "generate", "get_method", "Method", "Policy", "Tree"),
+        *("load", "generate", "generate_all", "get_method", "Method", "Policy", "Tree"),
         *("check_plan", "check_method", "check_model", "transport", "FunctionalModel"),
     }
     for name in spectr_jax.__all__:
