@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -98,15 +100,21 @@ def lm_eval_model():
     return _module("lm_eval_model"), harness
 
 
+def _task(folder, documents, **task):
+    """Writes documents to a file of a folder, and returns the task."""
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, documents)))
+    files = {"data_files": {"test": str(path)}, "cache_dir": str(folder)}
+    own = {"task": "own", "test_split": "test", "dataset_path": "json", "dataset_kwargs": files}
+    return own | task
+
+
 @pytest.fixture
 def evaluate(lm_eval_model, toy, tmp_path):
     """Returns a function that runs a task on the toy models, and returns the model's answers."""
 
     def run(documents, options="", **task):
-        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
-        files = {"data_files": {"test": str(tmp_path / "data.jsonl")}}
-        task |= {"dataset_path": "json", "dataset_kwargs": files | {"cache_dir": str(tmp_path)}}
-        task |= {"task": "own", "test_split": "test"}
+        task = _task(tmp_path, documents, **task)
         models = f"target={toy.folder / 'target'},draft={toy.folder / 'draft'},dtype=float32"
         arguments = f"{models},method=block,draft_length=2,slots=2,seed=5{options}"
         found = lm_eval_model[1].simple_evaluate("spectr_jax", arguments, [task])
@@ -255,3 +263,22 @@ def test_lm_eval_answers_a_chat(lm_eval_model):
     out = generate(jax.random.key(0), *arguments, Policy(0.0, eos=model.tokenizer.eos))
     expected = model.tokenizer.decode(np.asarray(out.tokens)[0, len(prompt) : int(out.lengths[0])])
     assert model.generate_until([request]) == [expected.partition("\n")[0]] != [""]
+
+
+@pytest.mark.slow
+def test_lm_eval_model_runs_as_a_program(lm_eval_model, toy, tmp_path):
+    """It takes a folder with task files, and says in one line what is wrong."""
+    given = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+    task = _task(tmp_path, [{"text": text} for text in toy.prompts], **given)
+    (tmp_path / "own.yaml").write_text(json.dumps(task))  # JSON is YAML.
+    program = [sys.executable, str(FOLDER / "lm_eval_model.py"), "--model=spectr_jax"]
+
+    def run(target):
+        models = f"--model_args=target={toy.folder / target},method=baseline"
+        command = [*program, models, f"--tasks={tmp_path}"]
+        return subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+
+    assert "|own  |" in run("target").stdout
+    ended = run("targets")
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.splitlines()[-1].startswith("error: no model at")

@@ -19,8 +19,8 @@ from spectr_jax.utils import hosts
 from spectr_jax.utils.errors import UserError
 
 SHORTEST, BATCH = 16, 2048
-"""The least padded length of a sequence, and the number of padded tokens that a model reads in one
-call, in tokens. The logits of a batch have `BATCH * V` numbers."""
+"""The least padded length of a sequence, and the number of padded tokens in one call of the model.
+The logits of a call have `BATCH * V` numbers, or more if a sequence is longer than `BATCH`."""
 
 
 class Scores(NamedTuple):
