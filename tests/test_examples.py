@@ -1,6 +1,7 @@
 """Tests that the programs in examples/ run and do what they say."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -215,12 +216,12 @@ def test_lm_eval_answers_equal_those_of_generate(evaluate, toy, given, policy):
 
 def test_lm_eval_groups_requests_by_their_arguments(lm_eval_model, toy):
     """Request i has the key i of all requests, whichever group it is in."""
-    example, harness = lm_eval_model
+    example, Instance = lm_eval_model[0], importlib.import_module("lm_eval.api.instance").Instance
     paths = [str(toy.folder / name) for name in ("target", "draft")]
     model = example.SpectrJax(*paths, method="speculative", slots=2)
     given = [{"max_gen_toks": 5 + index % 2, "temperature": 1.0} for index in range(5)]
     requests = [
-        harness.api.instance.Instance("generate_until", {}, ("draft target", each), index)
+        Instance("generate_until", {}, ("draft target", each), index)
         for index, each in enumerate(given)
     ]
     answers = model.generate_until(requests)
@@ -249,7 +250,7 @@ def test_lm_eval_refuses_bad_input_in_one_line(lm_eval_model, evaluate, toy):
 def test_lm_eval_answers_a_chat(lm_eval_model):
     """An answer may begin with given words (`gen_prefix`)."""
     pytest.importorskip("jinja2")
-    example, harness = lm_eval_model
+    example, Instance = lm_eval_model[0], importlib.import_module("lm_eval.api.instance").Instance
     model = example.SpectrJax("smollm2", dtype="int8", slots=1)
     messages = [{"role": "user", "content": "Name a color of the sky."}]
     text = model.apply_chat_template(messages)
@@ -257,7 +258,7 @@ def test_lm_eval_answers_a_chat(lm_eval_model):
     begun = [*messages, {"role": "assistant", "content": "The color is"}]
     assert model.apply_chat_template(begun, add_generation_prompt=False) == text + "The color is"
     given = {"max_gen_toks": 16, "until": ["\n"]}
-    request = harness.api.instance.Instance("generate_until", {}, (text, given), 0)
+    request = Instance("generate_until", {}, (text, given), 0)
     prompt, session = model.tokenizer.chat(messages), model.session
     arguments = session.method, session.target, session.draft, [prompt], [len(prompt)], 16
     out = generate(jax.random.key(0), *arguments, Policy(0.0, eos=model.tokenizer.eos))
