@@ -247,11 +247,12 @@ def test_lm_eval_refuses_bad_input_in_one_line(lm_eval_model, evaluate, toy):
 
 
 @pytest.mark.slow
-def test_lm_eval_answers_a_chat(lm_eval_model):
-    """An answer may begin with given words (`gen_prefix`)."""
+def test_lm_eval_answers_a_chat(lm_eval_model, monkeypatch):
+    """An answer may begin with given words (`gen_prefix`). BOS is not added to a template's own."""
     pytest.importorskip("jinja2")
     example, Instance = lm_eval_model[0], importlib.import_module("lm_eval.api.instance").Instance
     model = example.SpectrJax("smollm2", dtype="int8", slots=1)
+    monkeypatch.setattr(model.tokenizer, "_adds_bos", True)  # As Llama 3's does.
     messages = [{"role": "user", "content": "Name a color of the sky."}]
     text = model.apply_chat_template(messages)
     assert model.tok_encode(text) == model.tokenizer.chat(messages)
