@@ -14,6 +14,7 @@ from flax import nnx
 
 from spectr_jax import Policy, get_method
 from spectr_jax.decoding import decode
+from spectr_jax.decoding.scoring import scores_of
 from spectr_jax.models.frozen import Frozen, freeze
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
@@ -26,16 +27,6 @@ OPTIMIZER = optax.adam(1e-2)
 def reward(tokens: jax.Array, new: jax.Array) -> jax.Array:
     """Returns the share [B] of even numbers among the new tokens."""
     return jnp.sum(jnp.where(new, tokens % 2 == 0, 0), axis=1) / jnp.sum(new, axis=1)
-
-
-def logprobs_of(model: Transformer, tokens: jax.Array) -> jax.Array:
-    """Returns the log-probability [B, T] of each token given those before it; 0 for the first."""
-    B, T = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    visible = jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
-    table = jax.nn.log_softmax(model.extend(tokens, positions, visible)[0][:, :-1])
-    chosen = jnp.take_along_axis(table, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.pad(chosen, ((0, 0), (1, 0)))
 
 
 def main(steps: int = 40) -> tuple[float, float, float]:
@@ -53,8 +44,8 @@ def main(steps: int = 40) -> tuple[float, float, float]:
         advantages = (rewards - rewards.mean())[:, None]
 
         def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            logprobs = logprobs_of(nnx.merge(graphdef, params), out.tokens)
-            ratio = jnp.exp(logprobs - out.logprobs.policy)
+            scores = scores_of(nnx.merge(graphdef, params), out.tokens)
+            ratio = jnp.exp(jnp.pad(scores.logprobs, ((0, 0), (1, 0))) - out.logprobs.policy)
             gain = jnp.sum(jnp.where(new, ratio * advantages, 0)) / ROWS
             return -gain, jnp.max(jnp.where(new, jnp.abs(ratio - 1), 0))
 

@@ -109,12 +109,12 @@ class HuggingFaceTokenizer(AnyTokenizer):
         tokens = self.encode(text)
         return [self.bos, *tokens] if self._adds_bos or not tokens else tokens
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self.template is None:
-            return super().chat(messages)
+            return super().chat_text(messages)
         from spectr_jax.data.templates import render  # Imported late: only chats need Jinja.
 
-        return self.encode(render(self.template, messages, self._names))
+        return render(self.template, messages, self._names)
 
     def decode(self, tokens: Iterable[int]) -> str:
         kept = [int(token) for token in tokens if token >= 0]

@@ -76,7 +76,11 @@ class AnyTokenizer(Protocol):
         return [self.bos, *self.encode(text)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the tokens of a conversation, up to where the model's answer begins.
+        """Returns the tokens of `chat_text`."""
+        return self.encode(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Returns the text of a conversation, up to where the model's answer begins.
 
         Args:
           messages: such as `[{"role": "user", "content": "Why is the sky blue?"}]`.

@@ -1,4 +1,5 @@
-"""Log-probabilities of emitted tokens equal those of a full forward pass of the target."""
+"""Log-probabilities of emitted tokens and of given sequences equal those of a full forward pass of
+the target."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, get_method, repetition_penalty, stream
+from spectr_jax.decoding import Policy, get_method, repetition_penalty, scoring, stream
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -112,3 +113,56 @@ def test_logprobs_are_float32_with_x64():
 def test_logprobs_must_be_true_or_false():
     with pytest.raises(UserError, match="logprobs=3"):
         generate(jax.random.key(0), get_method("baseline"), TARGET, None, [[1]], [1], 4, logprobs=3)
+
+
+def test_scores_of_many_lengths_equal_those_of_each_sequence_alone(monkeypatch, count_compilations):
+    """In float64 from the logits, in batches of 4 sequences of up to 17 tokens, or 2 longer ones."""
+    monkeypatch.setattr(scoring, "BATCH", 64)
+    rng, context = np.random.default_rng(1), TARGET.context
+    lengths = rng.permutation(np.arange(1, context + 2))
+    sequences = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+    with count_compilations() as compiled:
+        found = scoring.score_all(TARGET, sequences)
+    assert len(compiled) == 2
+    for sequence, scores in zip(sequences, found, strict=True):
+        N = len(sequence) - 1
+        assert scores.logprobs.shape == scores.greedy.shape == (N,)
+        if N:
+            visible = jnp.tri(N, dtype=bool)[None]
+            logits, _ = TARGET.extend(jnp.array([sequence[:-1]]), jnp.arange(N)[None], visible)
+            table = np.asarray(logits[0], np.float64)
+            table -= np.log(np.sum(np.exp(table), axis=-1, keepdims=True))
+            expected = table[np.arange(N), sequence[1:]]
+            np.testing.assert_allclose(scores.logprobs, expected, atol=1e-5)
+            np.testing.assert_array_equal(scores.greedy, table.argmax(-1) == sequence[1:])
+    assert any(np.any(each.greedy) for each in found)
+
+
+def test_scores_of_a_generation_equal_its_own():
+    method = get_method("block", draft_length=2)
+    arguments = jax.random.key(3), method, TARGET, DRAFT, PROMPTS, LENGTHS, NEW
+    out = generate(*arguments, Policy(np.array([0, 0, 1, 1.0])), logprobs=True)
+    rows = [np.asarray(out.tokens)[row, :end] for row, end in enumerate(out.lengths)]
+    for row, scores in enumerate(scoring.score_all(TARGET, rows)):
+        new = slice(LENGTHS[row] - 1, None)
+        own = np.asarray(out.logprobs.model)[row, LENGTHS[row] : len(rows[row])]
+        np.testing.assert_allclose(scores.logprobs[new], own, atol=1e-5)
+        assert np.all(scores.greedy[new]) == (row < 2)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ([], "sequences[1]: must be a sequence of tokens; it needs at least BOS"),
+        ([[1]], "sequences[1]: must be a sequence of tokens; it needs at least BOS"),
+        ([1, VOCAB], "sequences[1]: a token is outside 0..12; use the target's tokenizer"),
+        (
+            [1] * 34,
+            "sequences[1] of 34 tokens: 33 tokens exceed the context 32 of the target; shorten it",
+        ),
+    ],
+)
+def test_sequences_that_cannot_be_scored_are_refused(sequence, message):
+    with pytest.raises(UserError) as caught:
+        scoring.score_all(TARGET, [[1, 2], sequence])
+    assert str(caught.value) == message
