@@ -69,8 +69,9 @@ class SpectrJax(TemplateLM):
         for group, (policy, until, new) in groups.items():
             others = {i for i, request in enumerate(requests) if str(request.args[1]) != group}
             models = self.key, session.method, session.target, session.draft
-            kept = [tokens[-max(self.room - new, 1) :] for tokens in prompts], new, self.slots
-            done = generate_all(*models, *kept, policy, stop=until, skip=others)
+            kept = [tokens[-max(self.room - new, 1) :] for tokens in prompts]
+            options = {"stop": until, "slots": self.slots, "skip": others}
+            done = generate_all(*models, kept, new, policy, **options)
             for each in tqdm(done, total=len(requests) - len(others), disable=disable_tqdm):
                 text = decode(each.tokens)[len(decode(each.tokens[: each.prompt_length])) :]
                 answers[each.index] = answer = before(text, until)

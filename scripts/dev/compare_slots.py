@@ -9,23 +9,27 @@ Both decode the same prompts, with EOS, in turns. Prompts are the first messages
 Spec-Bench's format, or lines of a text file. No compilation is timed.
 """
 
+import operator
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from absl import flags
 
 from spectr_jax.data.questions import read_questions, spread
-from spectr_jax.decoding import Policy, generate_all, get_method
+from spectr_jax.decoding import Policy, generate_all, get_method, slots
 from spectr_jax.decoding.generate import generate, lower
-from spectr_jax.decoding.request import padded_length
 from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.spec_bench import method_of
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import freeze
+from spectr_jax.sampling import prompts
 from spectr_jax.utils import cli
+from spectr_jax.utils.errors import UserError
 
 _QUESTIONS = flags.DEFINE_string("questions", None, "Questions in Spec-Bench's format.")
 _PER_TASK = flags.DEFINE_integer("questions_per_task", 0, "Questions of each task; 0 for all.")
@@ -47,71 +51,80 @@ def prompts_of(tokenizer) -> list[list[int]]:
     if _QUESTIONS.value:
         questions = spread(read_questions(_QUESTIONS.value), _PER_TASK.value)
         return [tokenizer.chat([{"role": "user", "content": each.turns[0]}]) for each in questions]
-    lines = pathlib.Path(_LINES.value).read_text().splitlines()
-    return [tokenizer.prompt(line) for line in lines if line.strip()]
+    return [tokenizer.prompt(line) for line in prompts.from_file(_LINES.value).values()]
 
 
-def in_batches(decoder, prompts, policy, compile_only: bool = False) -> dict[str, Any]:
-    """Decodes batch after batch; returns seconds, new tokens, calls, and calls of all slots."""
-    B = _SLOTS.value
-    totals = {"tokens": 0, "calls": 0, "slot_calls": 0}
-    started = time.perf_counter()
-    shapes = set()
-    for start in range(0, len(prompts), B):
-        batch = prompts[start : start + B]
+def batches(decoder, rows, policy) -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of `generate` for each batch."""
+    for start in range(0, len(rows), _SLOTS.value):
+        batch = rows[start : start + _SLOTS.value]
         lengths = np.array([len(prompt) for prompt in batch])
-        rows = np.zeros((len(batch), lengths.max()), np.int32)
-        for row, prompt in zip(rows, batch, strict=True):
+        tokens = np.zeros((len(batch), lengths.max()), np.int32)
+        for row, prompt in zip(tokens, batch, strict=True):
             row[: len(prompt)] = prompt
         keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, start + np.arange(len(batch)))
-        arguments: Any = keys, *decoder, rows, lengths, _NEW.value, policy
-        shape = len(batch), padded_length(int(lengths.max()))
-        if compile_only and shape not in shapes:
-            lower(*arguments).compile()
-        shapes.add(shape)
-        if not compile_only:
-            out = jax.device_get(generate(*arguments))
-            totals["tokens"] += int((out.lengths - lengths).sum())
-            totals["calls"] += int(out.target_calls.sum())
-            totals["slot_calls"] += len(batch) * int(out.target_calls.max())
-    return totals | {"seconds": time.perf_counter() - started, "programs": len(shapes)}
+        yield keys, *decoder, tokens, lengths, _NEW.value, policy
 
 
-def in_slots(decoder, prompts, policy, skip=()) -> dict[str, Any]:
+def in_batches(decoder, rows, policy) -> dict[str, Any]:
+    """Decodes batch after batch; returns the new tokens, and calls: of sequences and of slots."""
+    new, calls, slot_calls = [], 0, 0
+    for arguments in batches(decoder, rows, policy):
+        out, lengths = jax.device_get(generate(*arguments)), arguments[5]
+        new += [
+            row[start:end].tolist()
+            for row, start, end in zip(out.tokens, lengths, out.lengths, strict=True)
+        ]
+        calls += int(out.target_calls.sum())
+        slot_calls += len(lengths) * int(out.target_calls.max())
+    return {"new": new, "calls": calls, "slot_calls": slot_calls}
+
+
+def in_slots(decoder, rows, policy) -> dict[str, Any]:
     """Decodes through slots; returns what `in_batches` does."""
-    totals = {"tokens": 0, "calls": 0, "slot_calls": 0}
-    started = time.perf_counter()
-    for done in generate_all(
-        KEY, *decoder, prompts, _NEW.value, _SLOTS.value, policy=policy, skip=skip
-    ):
-        totals["tokens"] += len(done.tokens) - done.prompt_length
-        totals["calls"] += done.target_calls
-        totals["slot_calls"] = _SLOTS.value * done.batch_calls
-    return totals | {"seconds": time.perf_counter() - started, "programs": 2}
+    new, calls = [[]] * len(rows), 0
+    with mock.patch.object(slots, "advance", wraps=slots.advance) as advance:
+        for done in generate_all(
+            KEY, *decoder, rows, _NEW.value, policy=policy, slots=_SLOTS.value
+        ):
+            new[done.index] = done.tokens[done.prompt_length :].tolist()
+            calls += done.target_calls
+    programs = len(advance.mock_calls) * advance.mock_calls[0].args[2]
+    return {"new": new, "calls": calls, "slot_calls": _SLOTS.value * programs}
 
 
-def measure(name: str, target, draft, prompts, policy) -> dict[str, Any]:
-    """Returns the totals of all runs of one method."""
+def measure(name: str, target, draft, rows, policy) -> dict[str, Any]:
+    """Returns the runs of one method, and whether all emitted the same sequences."""
     method = method_of(name) if name != "baseline" else get_method(name)
     decoder = method, target, draft if method.takes_draft else None
-    in_batches(decoder, prompts, policy, compile_only=True)
-    in_slots(decoder, prompts, policy, skip=range(_SLOTS.value, len(prompts)))
+    for arguments in batches(decoder, rows, policy):
+        lower(*arguments).compile()  # JAX keeps the programs.
+    longest = max(rows, key=len)
+    in_slots(decoder, [longest, rows[0]], policy)
     runs: dict[str, list[dict[str, Any]]] = {"batches": [], "slots": []}
+    sequences = []
     for _ in range(_ROUNDS.value):
         for label, run in (("batches", in_batches), ("slots", in_slots)):
-            runs[label].append(run(decoder, prompts, policy))
+            started = time.perf_counter()
+            counts = run(decoder, rows, policy)
+            seconds = time.perf_counter() - started
+            sequences.append(counts.pop("new"))
+            tokens = sum(map(len, sequences[-1]))
+            runs[label].append({"tokens": tokens, "seconds": seconds, **counts})
             print(name, label, runs[label][-1], flush=True)
-    same = {(run["tokens"], run["calls"]) for each in runs.values() for run in each}
-    return {"method": name, "equal": len(same) == 1, **runs}
+    equal = [sum(map(operator.eq, sequences[0], each)) for each in sequences]
+    return {"method": name, "equal": min(equal), **runs}
 
 
 def main() -> None:
     """Writes the table."""
+    if (_QUESTIONS.value is None) == (_LINES.value is None):
+        raise UserError("give one of --questions and --lines")
     target, drafts = load_pair(_TARGET.value, (_DRAFT.value,) if _DRAFT.value else (), "int8")
-    prompts = prompts_of(target.tokenizer)
+    given = prompts_of(target.tokenizer)
     policy = Policy(_TEMPERATURE.value, eos=target.tokenizer.eos)
     models = freeze(target), freeze(drafts[0]) if drafts else None
-    rows = [measure(name, *models, prompts, policy) for name in _METHODS.value]
+    rows = [measure(name, *models, given, policy) for name in _METHODS.value]
     cells = []
     for row in rows:
         speeds = {
@@ -128,14 +141,16 @@ def main() -> None:
         )
     header = ["Method", "Tokens/call", "Batches, tokens/s", "Slots, tokens/s", "Ratio"]
     table = report.markdown_table([*header, "Idle in batches", "Idle in slots"], cells)
-    lengths = [len(prompt) for prompt in prompts]
-    result = {**report.provenance(), "prompts": len(prompts), "rows": rows}
+    lengths = [len(prompt) for prompt in given]
+    result = {**report.provenance(), "prompts": len(given), "rows": rows}
     notes = [
-        f"{len(prompts):,} prompts of {min(lengths)} to {max(lengths):,} tokens (median "
+        f"{len(given):,} prompts of {min(lengths)} to {max(lengths):,} tokens (median "
         f"{np.median(lengths):.0f}), at most {_NEW.value} new tokens, EOS, temperature "
         f"{_TEMPERATURE.value:g}, int8. {_SLOTS.value} slots against batches of {_SLOTS.value} in "
         f"the order of the file; {_ROUNDS.value} runs of each in turns. The ratio is the median of "
-        "the ratios of runs. Idle is the share of calls of a slot whose sequence had ended.",
+        "the ratios of runs. Idle is the share of calls of a slot whose sequence had ended. Equal: "
+        + ", ".join(f"{row['equal']} of {len(given)}" for row in rows)
+        + " sequences.",
         report.provenance_line(result),
     ]
     title = f"A list of prompts through slots, {target.name}"

@@ -18,10 +18,10 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Loop, Observe, begin, call_and_observe
+from spectr_jax.decoding.loop import Loop, Observe, call_and_observe
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import AnyModel, Request, checked, over_mesh, request_of
+from spectr_jax.decoding.request import AnyModel, Request, begun, checked, over_mesh, request_of
 from spectr_jax.decoding.stopping import Stop, StopSpec
 from spectr_jax.decoding.tree import Keys, PerRow, Tokens
 from spectr_jax.models.frozen import Frozen
@@ -113,11 +113,9 @@ def generate(
     Raises:
       UserError: an argument is out of range, or does not fit the others.
     """
-    options: Any = {"observe": observe, "mesh": mesh, "logprobs": logprobs, "stop": stop}
-    options |= {"prompt_piece": prompt_piece}
+    options: Any = observe, mesh, draft_policy, logprobs, stop, prompt_piece
     rows = prompts, prompt_lengths, max_new_tokens, policy
-    request = checked(key, method, target, draft, *rows, draft_policy=draft_policy, **options)
-    return _generate(request)
+    return _generate(checked(key, method, target, draft, *rows, *options))
 
 
 def lower(*arguments: Any, **options: Any) -> jax.stages.Lowered:
@@ -189,8 +187,7 @@ def _decode(request: Request) -> Generation:
     def any_left(loop: Loop) -> Array:
         return sharding.over_groups(~jnp.all(loop.done))
 
-    start = begin(setup, request.prompts, request.room, request.logprobs, request.observe)
-    end = jax.lax.while_loop(any_left, step, start)
+    end = jax.lax.while_loop(any_left, step, begun(request))
     T = request.prompts.tokens.shape[1] + request.room
 
     def until_end(rows_BxT: Array) -> Array:

@@ -117,6 +117,11 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 """The valid values of each number of a policy, and the error for others."""
 
 
+def has_rows(policy: Policy | None) -> bool:
+    """Returns whether a policy has a number with one value per sequence."""
+    return policy is not None and any(np.ndim(getattr(policy, name)) for name in _RANGES)
+
+
 def check_policy(policy: Policy, sequences: int | None = None, owner: str = "") -> None:
     """Raises `UserError` for a value that is out of range in the precision of the device.
 

@@ -1,4 +1,5 @@
-"""The checked arguments of `generate` and `stream`, as a pytree that passes through `jax.jit`."""
+"""The checked arguments of `generate`, `generate_all` and `stream`, as a pytree that passes through
+`jax.jit`."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +13,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding import processing, stopping
 from spectr_jax.decoding.drafters import Sequences, Setup
-from spectr_jax.decoding.loop import Observe
+from spectr_jax.decoding.loop import Loop, Observe, begin
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy, PolicyRows, check_policy, for_rows
 from spectr_jax.decoding.stopping import Stop, StopSpec
@@ -204,6 +205,12 @@ def checked_options(
     return options | {"logprobs": logprobs, "stop": automaton, "prompt_piece": prompt_piece}
 
 
+def begun(request: Request) -> Loop:
+    """Returns the state of the loop after the prompts."""
+    rows = request.prompts, request.room, request.logprobs, request.observe
+    return begin(request.setup(), *rows)
+
+
 def over_mesh(function: Callable[..., Result], request: Request, *state: Any) -> Result:
     """Returns `function(request, *state)`; with a mesh, each group of devices takes its sequences.
 
@@ -250,6 +257,18 @@ def whole_numbers(name: str, values: Any) -> Int[np.ndarray, "..."]:
     return array.astype(np.int32)
 
 
+def one_sequence(name: str, values: Any) -> Int[np.ndarray, " time"]:
+    """Returns the tokens of one sequence as an int32 array.
+
+    Raises:
+      UserError: it is something else, or empty.
+    """
+    tokens = whole_numbers(name, values)
+    if tokens.ndim != 1 or not tokens.size:
+        raise UserError(f"{name}: must be a sequence of tokens; it needs at least BOS")
+    return tokens
+
+
 def _check_prompts(
     tokens: Int[np.ndarray, "..."],
     lengths: Int[np.ndarray, "..."],
@@ -293,13 +312,14 @@ def _check_models(method: Method, target: Frozen, draft: Frozen | None) -> None:
     method.drafter_for(draft).check(target, draft)
 
 
-def check_key(key: Any, sequences: int) -> None:
-    """Raises `UserError` unless `key` is one typed key, or one per sequence."""
+def check_key(key: Any, sequences: int | None) -> None:
+    """Raises `UserError` unless `key` is one typed key, or one for each of `sequences`."""
     dtype = getattr(key, "dtype", np.dtype(bool))
     is_typed = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_typed or key.shape not in ((), (sequences,)):
         name = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        wanted = f"must be a typed key, such as jax.random.key(seed), or {sequences} of them"
+        several = "" if sequences is None else f", or {sequences} of them"
+        wanted = f"must be a single typed key, such as jax.random.key(seed){several}"
         raise UserError(f"key={name}: {wanted}")
     if "rbg" in str(jax.random.key_impl(key)):  # Under vmap, all rows draw from the first key.
         hint = "give jax.random.key(seed, impl='threefry2x32')"
@@ -329,6 +349,11 @@ def padded_length(tokens: int, bucket: int = BUCKET) -> int:
     """Returns the padded length of prompts of `tokens` tokens; one program serves many lengths."""
     bucket = bucket if tokens <= LONG else LONG
     return -(-tokens // bucket) * bucket
+
+
+def next_length(tokens: int) -> int:
+    """Returns the padded length of prompts of up to `tokens` tokens so far: a power of 2."""
+    return max(BUCKET, 1 << (tokens - 1).bit_length())
 
 
 def padded_room(max_new_tokens: int) -> int:

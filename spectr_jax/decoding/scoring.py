@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from spectr_jax.decoding.request import AnyModel, check_tokens, whole_numbers
+from spectr_jax.decoding.request import AnyModel, check_tokens, one_sequence
 from spectr_jax.models.base import Model
 from spectr_jax.models.frozen import Frozen, check_context, freeze
 from spectr_jax.utils import hosts
-from spectr_jax.utils.errors import UserError
 
 SHORTEST, BATCH = 16, 2048
 """The least padded length of a sequence, and the number of padded tokens in one call of the model.
@@ -70,9 +69,8 @@ def score_all(target: AnyModel, sequences: Sequence[Sequence[int]]) -> list[Scor
     model = freeze(target)
     groups: dict[int, list[tuple[int, Int[np.ndarray, " time"]]]] = {}
     for index, sequence in enumerate(sequences):
-        name, tokens = f"sequences[{index}]", whole_numbers(f"sequences[{index}]", sequence)
-        if tokens.ndim != 1 or not tokens.size:
-            raise UserError(f"{name}: must be a sequence of tokens; it needs at least BOS")
+        name = f"sequences[{index}]"
+        tokens = one_sequence(name, sequence)
         check_tokens(name, tokens, 0, 0, model)
         check_context(f"{name} of {len(tokens)} tokens", len(tokens) - 1, model, "shorten it")
         padded = 1 << (max(len(tokens) - 1, SHORTEST) - 1).bit_length()

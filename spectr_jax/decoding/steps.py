@@ -1,5 +1,6 @@
 """Decoding call by call: `stream` yields the tokens of each call of the target."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,19 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from spectr_jax.decoding.logprobs import Logprobs
-from spectr_jax.decoding.loop import Loop, Observe, begin, call, observe_call
+from spectr_jax.decoding.loop import Loop, Observe, call, observe_call
 from spectr_jax.decoding.methods import Method
 from spectr_jax.decoding.policy import Policy
-from spectr_jax.decoding.request import LONG, AnyModel, Request, checked, over_mesh, whole_numbers
+from spectr_jax.decoding.request import (
+    LONG,
+    AnyModel,
+    Request,
+    begun,
+    check_key,
+    checked,
+    over_mesh,
+    whole_numbers,
+)
 from spectr_jax.decoding.stopping import StopSpec
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
@@ -67,9 +77,7 @@ def stream(
     Raises:
       UserError: as in `generate`; raised by the call itself, not by the first step.
     """
-    if getattr(key, "shape", ()) != ():
-        given = f"{key.dtype}{list(key.shape)}"
-        raise UserError(f"key={given}: must be a single key, such as jax.random.key(seed)")
+    check_key(key, None)
     if mesh is not None:
         sharding.check_mesh(mesh)
         if (groups := sharding.groups_of(mesh)) > 1:
@@ -100,11 +108,7 @@ def _steps(request: Request) -> Iterator[Step]:
 @jax.jit
 def _begin(request: Request) -> Loop:
     """Returns the state before the first call."""
-
-    def start(request: Request) -> Loop:
-        return begin(request.setup(), request.prompts, request.room, request.logprobs)
-
-    return over_mesh(start, request)
+    return over_mesh(begun, dataclasses.replace(request, observe=None))  # Steps observe alone.
 
 
 @functools.partial(jax.jit, donate_argnames="loop")

@@ -162,7 +162,8 @@ def _completions(
     target = session.target
     return generate_all(
         *(jax.random.key(seed), session.method, session.target_model, session.draft_model),
-        *(prompts, session.max_new_tokens, slots, session.policy),
+        *(prompts, session.max_new_tokens, session.policy),
+        slots=slots,
         mesh=session.mesh,
         draft_policy=session.draft_policy,
         logprobs=session.logprobs,

@@ -101,7 +101,7 @@ def test_invalid_prompts_lengths_and_drafts_are_refused(draft, prompts, lengths,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": jax.random.PRNGKey(0)}, r"key=uint32\[2\]: must be a typed key"),
+        ({"key": jax.random.PRNGKey(0)}, r"key=uint32\[2\]: must be a single typed key"),
         ({"key": 7}, "key=7"),
         ({"key": jax.random.key(0, impl="rbg")}, r"key=key<rbg>: sequences would share"),
         ({"key": jax.random.split(jax.random.key(0), 3)}, r"key=key<fry>\[3\]"),

@@ -84,11 +84,11 @@ def test_two_processes_emit_the_tokens_of_one():
     for data, model in shapes:
         streamed, alone = one[f"stream {data}x{model}"]
         assert streamed == alone
-        assert one[f"slots {data}x{model}"] == one[f"{data}x{model}"]
+        for name in ("context", "slots"):
+            assert one[f"{name} {data}x{model}"] == one[f"{data}x{model}"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
-        assert one[f"context {data}x{model}"] == one[f"{data}x{model}"]
     both = [_begun(4, "tokens", where, str(number), shapes=shapes) for number in (0, 1)]
     for found in map(_found, both):
         assert found == {name: one[name] for name in found}

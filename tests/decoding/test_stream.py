@@ -49,7 +49,9 @@ def test_stream_steps_equal_the_calls_of_generate(name, options, count_compilati
 def test_bad_stream_arguments_are_refused_before_the_first_step():
     method = get_method("baseline")
     for several in (1, 2):
-        with pytest.raises(UserError, match=rf"key=key<fry>\[{several}\]: must be a single key"):
+        with pytest.raises(
+            UserError, match=rf"key=key<fry>\[{several}\]: must be a single typed key"
+        ):
             stream(jax.random.split(jax.random.key(0), several), method, TARGET, None, [1], 4)
     with pytest.raises(UserError, match="prompts: a token is outside 0"):
         stream(jax.random.key(0), method, TARGET, None, [99], 4)

@@ -104,7 +104,7 @@ def test_chat_messages_are_encoded_with_the_template(session, prompts, path, toy
 def test_a_continuation_keeps_its_space_and_an_answer_of_a_chat_does_not(session):
     tokenizer = session.target.tokenizer
     prompt, new = tokenizer.prompt("draft"), [*tokenizer.encode("law 3"), tokenizer.eos]
-    counts = {"target_calls": 7, "batch_calls": 9, "emitted_per_call": np.zeros(4, int)}
+    counts = {"target_calls": 7, "emitted_per_call": np.zeros(4, int)}
     rest = {"index": 2, "prompt_length": len(prompt), "observed": None, "logprobs": None, **counts}
     done = Completion(tokens=np.array([*prompt, *new]), **rest)
     for is_chat, text in ((False, " la"), (True, "la")):
