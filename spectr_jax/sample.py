@@ -245,10 +245,10 @@ def _output() -> pathlib.Path | None:
         return [flag.name for flag in several if flag.value not in (None, False)]
 
     if _OUTPUT.value is None:
-        for name in given(_SLOTS, _LOGPROBS):
+        if name := next(iter(given(_SLOTS, _LOGPROBS)), None):
             raise UserError(f"--{name}: applies to --output only; give both, or leave it out")
         return None
-    for name in given(_PROMPT, _COMPARE, _HTML):
+    if name := next(iter(given(_PROMPT, _COMPARE, _HTML)), None):
         raise UserError(f"--{name} and --output={_OUTPUT.value} are both given; give one of them")
     if _FILE.value is None:
         raise UserError(f"--output={_OUTPUT.value}: takes its prompts from a file; give --file")
@@ -287,7 +287,11 @@ def _write(session, prompts: Mapping[int, str], output: pathlib.Path, dtype: str
     from spectr_jax.sampling.answers import answer_all
 
     slots = _SLOTS.value or 8
-    totals = answer_all(session, prompts, output, slots, _SEED.value, dtype, _CHAT.value)
+    try:
+        totals = answer_all(session, prompts, output, slots, _SEED.value, dtype, _CHAT.value)
+    except KeyboardInterrupt:
+        print(f"{output} has the finished answers; the same command continues", file=sys.stderr)
+        raise
     print(terminal.written(f"{output}", len(prompts), session.method.name, totals))
 
 

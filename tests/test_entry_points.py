@@ -551,7 +551,7 @@ def test_flags_of_a_file_of_answers_are_checked(run, tmp_path):
         check_one_line(run(SAMPLE, flags, *wrong.split()), message)
     (tmp_path / "a.jsonl").write_text('"fine"\n"torn\n')
     ended = run(SAMPLE, f"--file={tmp_path}/a.jsonl", f"--output={tmp_path}/b")
-    check_one_line(ended, f"--file={tmp_path}/a.jsonl: line 2 has no prompt (JSONDecodeError")
+    check_one_line(ended, f"--file={tmp_path}/a.jsonl: line 2 is not JSON (")
     assert not (tmp_path / "b").exists()
 
 

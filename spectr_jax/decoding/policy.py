@@ -215,8 +215,8 @@ def _numpy(value: Any) -> Any:
 
 
 def _array(value: Any, dtype: Any) -> Any:
-    """Returns `value` as an array of NumPy, or of JAX if it is traced."""
-    return _numpy(value).asarray(value, dtype)
+    """Returns a copy of `value` as an array of NumPy, or of JAX if it is traced."""
+    return _numpy(value).array(value, dtype)
 
 
 def ends(tokens: Int[Array, "*shape"], eos: Int[Array, "*batch several"]) -> Bool[Array, "*shape"]:

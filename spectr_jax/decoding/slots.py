@@ -9,7 +9,7 @@ Shape suffixes: B slots, G slots of a group, T tokens of a sequence.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from spectr_jax.decoding import request as requests
+from spectr_jax.decoding import running
 from spectr_jax.decoding.drafters import Sequences
 from spectr_jax.decoding.logprobs import Logprobs
 from spectr_jax.decoding.loop import Loop, Observe, call_and_observe
@@ -102,8 +103,8 @@ def generate_all(
         for done in generate_all(key, method, target, draft, prompts, 64, Policy(eos=tokenizer.eos)):
             print(done.index, tokenizer.decode(done.tokens))
 
-    Sequence `i` has the key `fold_in(key, i)`: its tokens are those of `generate` for this key and
-    prompt, whatever the number of slots and the other prompts. Two programs do all the work: one
+    Sequence `i` has the tokens that `generate` gives to row `i` of all prompts as one batch, whatever
+    the number of slots: both fold `i` into the key. Two programs do all the work: one
     runs the models on new prompts, and one calls the target. For a list nothing is compiled after
     the first of each. For another iterable, whose longest prompt is not known, both are compiled
     again when a prompt is longer than the power of two that held all before it. Arguments that are
@@ -115,7 +116,8 @@ def generate_all(
         checked before anything is decoded. Those of another iterable are read when slots are free.
       policy: its numbers may have one value per prompt of a list. So may those of `draft_policy`.
       mesh: `slots` must be a multiple of the number of its groups of devices.
-      slots: the number of sequences that are decoded at the same time.
+      slots: the number of sequences that are decoded at the same time; at most that of a list's
+        prompts is used.
       in_order: whether to yield the sequences in the order of the prompts. A sequence then waits
         for those before it.
       skip: the indices of prompts to leave out; the others keep theirs.
@@ -126,32 +128,50 @@ def generate_all(
     """
     requests.check_key(key, None)
     check_positive(slots=slots, max_new_tokens=max_new_tokens)
-    if not isinstance(prompts, Iterable):
+    several = _number_of(prompts, policy, draft_policy)
+    on_accelerator = GROUP_ON_ACCELERATORS, CALLS_ON_ACCELERATORS
+    group, calls = (GROUP, CALLS) if backend.on_cpu() else on_accelerator
+    # The default of `generate` depends on the rows of a program, and so would lengths of caches.
+    piece = prompt_piece or running.piece_length(min(group, slots))
+    options: Any = policy, observe, mesh, draft_policy, logprobs, stop, piece
+    rows: dict[str, Any] = {"rows": slots, "policies": several or 1}
+    checked = requests.checked_options(method, target, draft, *options, **rows)
+    read, longest = _read(prompts, max_new_tokens, checked["target"]), 0
+    left_out = frozenset(skip)
+    if several is not None:
+        known = list(read)  # With those to skip: a continued evaluation has the same program.
+        longest, read = max((len(prompt.tokens) for prompt in known), default=0), iter(known)
+        groups = 1 if mesh is None else sharding.groups_of(mesh)
+        slots = min(slots, max(1, -(-several // groups)) * groups)  # Others would stay empty.
+    none: Any = np.zeros((rows["policies"], 0), np.int32), np.zeros(rows["policies"], np.int32)
+    checked |= {"max_new_tokens": max_new_tokens, "room": requests.padded_room(max_new_tokens)}
+    completions = _decode(
+        requests.request_of(key, prompts=Sequences(*none), **checked),
+        (prompt for prompt in read if prompt.index not in left_out),
+        requests.padded_length(longest),
+        slots=slots,
+        group=group,
+        calls=calls,
+    )
+    return _by_index(completions, left_out) if in_order else completions
+
+
+def _number_of(prompts: Any, *policies: Policy | None) -> int | None:
+    """Returns the number of prompts of a list, or None for another iterable.
+
+    Raises:
+      UserError: there is no number, but policies for each prompt; or nothing can be iterated over.
+    """
+    is_array = isinstance(prompts, (np.ndarray, jax.Array))
+    if isinstance(prompts, Sequence) or (is_array and prompts.ndim):
+        return len(prompts)
+    if is_array or not isinstance(prompts, Iterable):
         raise UserError(f"prompts={prompts!r}: must be an iterable of sequences of tokens")
-    if is_list := isinstance(prompts, Sized):
-        several = len(prompts)
-    elif has_rows(policy) or has_rows(draft_policy):
+    if any(map(has_rows, policies)):
         raise UserError(
             "policy: has one value per prompt; give the prompts as a list, or one value"
         )
-    else:
-        several = 1
-    options: Any = policy, observe, mesh, draft_policy, logprobs, stop, prompt_piece
-    checked = requests.checked_options(
-        method, target, draft, *options, rows=slots, policies=several
-    )
-    read, longest = _read(prompts, max_new_tokens, checked["target"]), 0
-    if is_list:
-        known = list(read)
-        longest = max((len(prompt.tokens) for prompt in known), default=0)
-        read = iter(known)  # With those to skip, so that a continued evaluation has one program.
-    left_out = frozenset(skip)
-    wanted = (prompt for prompt in read if prompt.index not in left_out)
-    none: Any = np.zeros((several, 0), np.int32), np.zeros(several, np.int32)
-    checked |= {"max_new_tokens": max_new_tokens, "room": requests.padded_room(max_new_tokens)}
-    shared = requests.request_of(key, prompts=Sequences(*none), **checked)
-    completions = _decode(shared, wanted, slots, requests.padded_length(longest))
-    return _by_index(completions, left_out) if in_order else completions
+    return None
 
 
 def _read(prompts: Iterable[Any], max_new_tokens: int, target: Frozen) -> Iterator[_Prompt]:
@@ -172,7 +192,7 @@ def _until_error(prompts: Iterator[_Prompt], errors: list[Exception]) -> Iterato
 
 
 def _decode(
-    shared: Request, prompts: Iterator[_Prompt], slots: int, length: int
+    shared: Request, prompts: Iterator[_Prompt], length: int, *, slots: int, group: int, calls: int
 ) -> Iterator[Completion]:
     """Yields each sequence when it ends.
 
@@ -180,8 +200,6 @@ def _decode(
     longest prompt, or 0 if that is not known. The host reads what a program has computed while the
     next one runs.
     """
-    on_accelerator = GROUP_ON_ACCELERATORS, CALLS_ON_ACCELERATORS
-    group, calls = (GROUP, CALLS) if backend.on_cpu() else on_accelerator
     held: list[_Prompt | None] = [None] * slots
     loop: Any = None
     before: tuple[Loop, _Held] | None = None  # What the program before computed, and of what.

@@ -27,8 +27,8 @@ from spectr_jax.utils.files import parse_json, path_in_errors, write_whole
 from spectr_jax.utils.progress import progress
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p")
-FIELDS = ("index", "prompt", "text", "tokens", "calls")
-"""The fields of each answer; `logprobs` follows if it was asked for."""
+FIELDS = ("index", "prompt")
+"""The fields by which an answer is recognised."""
 DECIMALS = 5
 """The precision of log-probabilities."""
 
@@ -53,7 +53,8 @@ def answer_all(
 ) -> Totals:
     """Writes the answers to the prompts of a file (`prompts.from_file`) that `path` lacks.
 
-    Prompt i has the key `fold_in(key(seed), i)`. The lines of `path` do not depend on `slots`.
+    Prompt i is row i of a batch with the key `key(seed)`. The lines of `path` do not depend on
+    `slots`, apart from the rounding of log-probabilities.
 
     Raises:
       UserError: a prompt is too long; another process writes `path`; or it has answers of other
@@ -83,9 +84,8 @@ def answer_all(
 def _settings(session: Session, seed: int, dtype: str | None, is_chat: bool) -> dict[str, Any]:
     """Returns everything that tokens depend on, apart from the prompts."""
     method, draft_policy = session.method, session.draft_policy or session.policy
-    return {
-        "target": frozen.digest(session.target),
-        "draft": session.draft and frozen.digest(session.draft),
+    return {  # In this order, so that a difference is reported by its cause.
+        "dtype": dtype,
         "method": method.name,
         "tree": method.tree.parents,
         "verifier": repr(method.verifier),
@@ -94,10 +94,11 @@ def _settings(session: Session, seed: int, dtype: str | None, is_chat: bool) -> 
         **{f"draft_{name}": getattr(draft_policy, name) for name in NUMBERS},
         "stop": session.stop,
         "max_new_tokens": session.max_new_tokens,
-        "dtype": dtype,
         "chat": is_chat,
         "seed": seed,
         "logprobs": session.logprobs,
+        "weights of the target": frozen.digest(session.target),
+        "weights of the draft": session.draft and frozen.digest(session.draft),
     }
 
 
@@ -130,17 +131,23 @@ def _read(place: str, content: bytes, header: bytes, prompts: Sequence[str]) -> 
         if other != value:
             raise UserError(
                 f"{place}: has answers with {name}={other!r:.60}, and this run has "
-                f"{name}={value!r:.60}; choose another file"
+                f"{name}={value!r:.60}; give the flags of that run, or choose another file"
             )
-    found, of_index = {}, dict(enumerate(prompts))
+    found = {}
     for number, line in enumerate(lines[:-1], start=2):
+        if not line.strip():
+            continue
         answer = _fields(f"{place}: line {number}", line, FIELDS)
         index, prompt = answer["index"], answer["prompt"]
-        asked = of_index.get(index) if type(index) is int else None
-        if asked != prompt:
+        if type(index) is not int or not 0 <= index < len(prompts):
             raise UserError(
-                f"{place}: line {number} answers prompt {index} as {prompt!r:.60}, which is "
-                f"{asked!r:.60} in --file; choose another file"
+                f"{place}: line {number} answers prompt {index!r:.60}, and --file has prompts 0 to "
+                f"{len(prompts) - 1}; give the file of that run, or delete the line"
+            )
+        if prompt != prompts[index]:
+            raise UserError(
+                f"{place}: line {number} answers {prompt!r:.60}, but prompt {index} of --file is "
+                f"{prompts[index]!r:.60}; restore the prompt, or delete the line"
             )
         found[index] = line + b"\n"
     return found
@@ -152,6 +159,8 @@ def _fields(place: str, line: bytes, names: Collection[str]) -> dict[str, Any]:
         record = parse_json(line.decode())
         if isinstance(record, dict) and record.keys() >= set(names):
             return record
+    if names is FIELDS:
+        raise UserError(f"{place} is damaged; delete it, and its prompt is answered again")
     raise UserError(f"{place} is not of a file of answers; choose another file")
 
 
@@ -181,19 +190,25 @@ def _decode(
     lines: dict[int, bytes],
 ) -> Totals:
     """Writes each answer when it ends, adds it to `lines`, and shows progress."""
-    answers, tokens, calls, started = 0, 0, 0, time.monotonic()
+    totals, started = Totals(0, 0, 0, 0.0), time.monotonic()
     with progress(len(prompts), "prompt", initial=len(lines)) as bar:
         for done in completions:
             answer = _answer(session, prompts[done.index], done, is_chat)
             lines[done.index] = _line(answer)
             file.write(lines[done.index])
             file.flush()
-            answers, calls = answers + 1, calls + done.target_calls
-            tokens += len(answer["tokens"])
-            speed = tokens / (time.monotonic() - started)
+            if not totals.answers:  # The speed is that after compilation.
+                first, others = time.monotonic(), -len(answer["tokens"])
+            totals = Totals(
+                answers=totals.answers + 1,
+                tokens=totals.tokens + len(answer["tokens"]),
+                calls=totals.calls + done.target_calls,
+                seconds=time.monotonic() - started,
+            )
+            speed = (totals.tokens + others) / (time.monotonic() - first)
             bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             bar.update()
-    return Totals(answers, tokens, calls, time.monotonic() - started)
+    return totals
 
 
 def _answer(session: Session, prompt: str, done: Completion, is_chat: bool) -> dict[str, Any]:
@@ -203,8 +218,8 @@ def _answer(session: Session, prompt: str, done: Completion, is_chat: bool) -> d
     # An answer of a chat is a text of its own; a continuation may begin with a space.
     text = decode(new) if is_chat else decode([*before, *new])[len(decode(before)) :]
     text = sessions.before_stop(session, new, text)
-    values = (done.index, prompt, text, new, done.target_calls)
-    answer = dict(zip(FIELDS, values, strict=True))
+    answer: dict[str, Any] = {"index": done.index, "prompt": prompt, "text": text, "tokens": new}
+    answer |= {"calls": done.target_calls}
     if done.logprobs is not None:
         answer["logprobs"] = {
             name: np.round(row[added].astype(float), DECIMALS).tolist()

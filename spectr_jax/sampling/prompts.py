@@ -30,8 +30,8 @@ def from_file(path: str) -> dict[int, str]:
     """Returns the prompts of a file by the number of their line.
 
     Args:
-      path: text with one prompt per line; with a name in .jsonl, each line is a JSON string, or an
-        object with a "prompt".
+      path: text with one prompt per line. If its name ends in .jsonl or .json, each line is a JSON
+        string, or an object with a "prompt".
 
     Raises:
       UserError: the file cannot be read, is not UTF-8, has a line without a prompt, or is empty.
@@ -45,7 +45,7 @@ def from_file(path: str) -> dict[int, str]:
     prompts = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
     if not prompts:
         raise UserError(f"--file={path}: has no prompt; write one per line")
-    if not path.endswith(".jsonl"):
+    if not path.lower().endswith((".jsonl", ".json")):
         return prompts
     return {
         number: _from_json(f"--file={path}: line {number}", line)
@@ -61,8 +61,10 @@ def _from_json(place: str, line: str) -> str:
         prompt = value["prompt"] if isinstance(value, dict) else value
         if isinstance(prompt, str):
             prompt.encode()  # Escapes can spell half a character, which no tokenizer takes.
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{place} has no prompt ({error!r}); {wanted}") from error
+    except KeyError as error:
+        raise UserError(f'{place} has no "prompt"; {wanted}') from error
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON ({error}); {wanted}") from error
     if not isinstance(prompt, str) or not prompt.strip():
         raise UserError(f"{place} has the prompt {prompt!r:.60}; {wanted}")
     return prompt

@@ -156,7 +156,9 @@ def check_room(session: Session, prompt: str, tokens: Sequence[int]) -> None:
     """Raises `TooLong` if the target's context has no room for the new tokens."""
     new = session.max_new_tokens
     asked = f"the prompt {shortened(prompt)!r} of {len(tokens)} tokens, max_new_tokens={new}"
-    check_context(asked, len(tokens) + new, session.target, "shorten one of them")
+    check_context(
+        asked, len(tokens) + new, session.target, "shorten the prompt or lower max_new_tokens"
+    )
 
 
 def encode_all(

@@ -45,12 +45,14 @@ def answered(method: str, made: Answer) -> str:
 
 def written(path: str, prompts: int, method: str, totals: Totals) -> str:
     """Returns the line of a file of answers, such as `answers.jsonl is finished, 40 answers; of this
-    run 12, block: 743 tokens in 431 calls, 1.72 a call; 210 tokens/s`."""
+    run 12, block: 743 tokens in 431 calls, 1.72 a call; 9 s with compilation`."""
     line = f"{path} is finished, {prompts} answer{'s' * (prompts > 1)}"
     if not totals.answers:
         return line
-    counts, speed = _counts(method, *totals[1:3]), totals.tokens / totals.seconds
-    return f"{line}; of this run {totals.answers}, {counts}; {speed:,.0f} tokens/s"
+    counts = _counts(method, *totals[1:3])
+    return (
+        f"{line}; of this run {totals.answers}, {counts}; {totals.seconds:.0f} s with compilation"
+    )
 
 
 def _counts(method: str, tokens: int, calls: int) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -41,12 +42,18 @@ def parse_json(text: str) -> Any:
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
-    """Writes a file atomically: if the write fails, the old file stays."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Writes a file atomically: if the write fails, the old file stays.
+
+    A link stays a link, and the new file has the old one's mode.
+    """
+    real = path.resolve()
+    partial = real.with_name(f"{real.name}.{os.getpid()}.partial")
     try:
         with path_in_errors(path):
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
-            partial.replace(path)
+            if real.exists():
+                shutil.copymode(real, partial)
+            partial.replace(real)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -124,7 +131,7 @@ def checked_path(flag: str, name: str) -> pathlib.Path:
             raise UserError(f"{given}: is a folder; name a file in it")
         if path.exists() and not path.is_file():  # Writing would replace a device.
             raise UserError(f"{given}: is not a file; choose another")
-        if not path.parent.is_dir():
+        if not path.resolve().parent.is_dir():
             raise UserError(f"{given}: is in a folder that does not exist; create it first")
         # Permissions alone do not decide: root has all of them, even on a read-only file system.
         tempfile.NamedTemporaryFile(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import Policy, bias, generate_all, get_method, slots
+from spectr_jax.decoding import Policy, bias, generate_all, get_method, running, slots
 from spectr_jax.decoding.generate import generate
 from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.llama import Llama, LlamaConfig
@@ -213,6 +213,7 @@ def test_whole_outputs_follow_the_target_under_mixed_policies(name):
         ({"key": jax.random.split(KEY, 2)}, r"key=key<fry>\[2\]: must be a single typed key"),
         ({"key": 3}, "key=3: must be a single typed key, such as jax.random.key\\(seed\\)$"),
         ({"prompts": 5}, "prompts=5: must be an iterable"),
+        ({"prompts": np.array(3)}, r"prompts=array\(3\): must be an iterable"),
         ({"prompts": iter([[1]]), "draft_policy": Policy(np.ones(3))}, "policy: has one value per"),
         ({"policy": Policy(np.ones(3))}, r"temperature: has shape \[3\] for 2 sequences"),
         ({"draft_policy": Policy(-1.0)}, "draft_temperature=-1.0"),
@@ -240,6 +241,26 @@ def test_sequences_in_slots_are_finished_before_an_error_of_the_prompts(error):
         for done in generate_all(KEY, *MODELS, prompts(), NEW, slots=4):
             finished.append(done)
     assert sorted(_indices(finished)) == list(range(5))
+
+
+def test_caches_have_one_length_whatever_the_rows_of_a_program(monkeypatch):
+    """On accelerators models run on longer pieces of a few prompts than of many."""
+    config = dataclasses.replace(CONFIG, context=256)
+    models = get_method("baseline"), Llama(config, rngs=nnx.Rngs(0)), None
+    prompts = [[1] * 200, [2, 3], [1] * 90, [4]]
+    expected = generate(KEY, *models, *_padded(prompts), 4)
+    monkeypatch.setattr(running, "piece_length", lambda rows: 48 if rows == 1 else 16)
+    _assert_equal(generate_all(KEY, *models, prompts, 4, slots=3), expected, prompts)
+
+
+def test_policies_are_those_of_the_call():
+    temperature = np.zeros(5, np.float32)
+    expected = generate(KEY, *MODELS, *_padded(SHORT), NEW, Policy(temperature))
+    completions = []
+    for done in generate_all(KEY, *MODELS, SHORT, NEW, Policy(temperature), slots=1):
+        temperature[:] = 1.5
+        completions.append(done)
+    _assert_equal(completions, expected, SHORT)
 
 
 def test_no_prompts_give_no_sequences():

@@ -189,24 +189,35 @@ def test_other_files_are_refused_and_left_untouched(session, prompts, whole, pat
             answer_all(session, prompts, path, SLOTS, seed)
         assert path.read_bytes() == content
 
-    refused("has answers with seed=5, and this run has seed=6; choose another", seed=6)
-    refused("has answers with target='", session=other_target)
+    refused("has answers with seed=5, and this run has seed=6; give the flags", seed=6)
+    refused("has answers with weights of the target='", session=other_target)
     refused(r"with stop=\['w', '2-'\], and .* stop=\[\]", session=session._replace(stop=()))
     refused("with draft_temperature=1.3", session=session._replace(draft_policy=Policy(1.4)))
     refused(r"with tree=\[0, 1\]", session=session._replace(method=get_method("block")))
     edited = {**prompts, lines[2]: "draft"}
-    refused(
-        "line 4 answers prompt 2 as 'draft target token 2 law', which is 'draft'", prompts=edited
-    )
+    refused("line 4 answers 'draft target token 2 law', but prompt 2 of", prompts=edited)
     fewer = {line: prompts[line] for line in lines[:-1]}
-    refused("line 10 answers prompt 8 as 'draft target token 8 law', which is None", prompts=fewer)
+    refused("line 10 answers prompt 8, and --file has prompts 0 to 7;", prompts=fewer)
     for content in (b"text", b"text\n", b"\xff\n", b"[1]\n", b"{}\n", first, whole[1:]):
         refused("line 1 is not of a file of answers", content)
-    refused("has answers with target=None", b'{"settings": 3}\n')
-    for broken in (b"\n", b"torn", b'{"index": 0}\n', b'"index"\n', first[:-9] + b"\n"):
+    refused("has answers with method=None", b'{"settings": 3}\n')
+    for broken in (b"torn", b'{"index": 0}\n', b'"index"\n', first[:-9] + b"\n"):
         content = header + broken + (b"".join(rest) if broken.endswith(b"\n") else b"\n")
-        refused("line 2 is not of a file of answers", content)
-    refused("line 2 answers prompt .0. as", header + first.replace(b'"index": 0', b'"index": [0]'))
+        refused("line 2 is damaged; delete it", content)
+    refused(
+        "line 2 answers prompt .0., and", header + first.replace(b'"index": 0', b'"index": [0]')
+    )
+
+
+def test_blank_lines_links_and_modes_of_a_file_are_kept(session, prompts, whole, path, tmp_path):
+    header, *lines = whole.splitlines(keepends=True)
+    real = tmp_path / "elsewhere"
+    real.write_bytes(b"".join([header, b"\n", *lines[3:], b" \n"]))
+    real.chmod(0o600)
+    path.symlink_to(real)
+    assert answer_all(session, prompts, path, SLOTS, SEED).answers == 3
+    assert path.is_symlink() and real.read_bytes() == whole
+    assert real.stat().st_mode & 0o777 == 0o600
 
 
 def test_one_process_writes_a_file(session, prompts, whole, path):
@@ -246,5 +257,5 @@ def test_an_overlong_prompt_is_refused_with_its_line(session, prompts, path):
 
 def test_the_last_line_has_the_totals_of_the_run():
     assert terminal.written("a", 1, "block", Totals(0, 0, 0, 0.0)) == "a is finished, 1 answer"
-    line = "a is finished, 5 answers; of this run 2, block: 30 tokens in 20 calls, 1.50 a call; 60 tokens/s"
-    assert terminal.written("a", 5, "block", Totals(2, 30, 20, 0.5)) == line
+    line = "a is finished, 5 answers; of this run 2, block: 30 tokens in 20 calls, 1.50 a call; 7 s with compilation"
+    assert terminal.written("a", 5, "block", Totals(2, 30, 20, 7.2)) == line

@@ -24,11 +24,11 @@ def test_json_lines_are_strings_or_objects_with_a_prompt(tmp_path):
     path.write_bytes('\ufeff"a\\nb"\r\n\n{"id": 3, "prompt": " c\u2028日 "}\n'.encode())
     assert prompts.from_file(str(path)) == {1: "a\nb", 3: " c\u2028日 "}
     for line, message in (
-        ('"a', "line 2 has no prompt .*Unterminated string"),
-        ("a", "line 2 has no prompt .*Expecting value"),
-        ('{"text": "a"}', r"line 2 has no prompt \(KeyError\('prompt'\)\)"),
-        (r'"\ud800"', "line 2 has no prompt .*surrogates not allowed"),
-        ("[" * 10**5, "line 2 has no prompt .*nested too deeply"),
+        ('"a', r"line 2 is not JSON \(Unterminated string"),
+        ("a", r"line 2 is not JSON \(Expecting value"),
+        ('{"text": "a"}', 'line 2 has no "prompt"; give a JSON string'),
+        (r'"\ud800"', "line 2 is not JSON .*surrogates not allowed"),
+        ("[" * 10**5, "line 2 is not JSON .*nested too deeply"),
         ('""', "line 2 has the prompt ''; give a JSON string"),
         ('{"prompt": " "}', "line 2 has the prompt ' '"),
         ('{"prompt": 3}', "line 2 has the prompt 3"),
