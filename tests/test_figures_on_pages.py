@@ -1,4 +1,4 @@
-"""Tests that numbers on README.md, docs/which_method.md and docs/speed.md match their tables."""
+"""Tests that numbers on README.md and on pages of docs/ match their tables."""
 
 import json
 import pathlib
@@ -8,6 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 README, METHOD, SPEED = "README.md", "docs/which_method.md", "docs/speed.md"
+SAMPLING = "docs/sampling.md"
 CALL, MEASURED, SPEEDUP = "tokens_per_call", "measured_per_call", "speedup"
 PER_SECOND, ASSISTED = "tokens_per_second", "to_transformers_assisted"
 CHAINS, TREE = "(8,1,1,1,1,1,1,1)", "(4,2,1,1,1,1,1,1)"
@@ -46,6 +47,10 @@ hugging_face = rows("peers/peers", "method", framework="transformers", batch=1)
 peers = rows("peers/peers", "method", "dtype", framework="spectr_jax", batch=1)
 llama_cpp = rows("smollm2/llama_cpp", "name", place=("groups", "decoding"))
 llama_answers = rows("smollm2/llama_cpp", "name", place=("groups", "answers"))
+
+
+def through_slots(table, method):
+    return [(f"slots/{table}/slots", ("rows",), {"method": method}, "ratio")]
 
 
 def in_all_dtypes(method):
@@ -130,6 +135,10 @@ CLAIMS = [
      [llama_cpp("spectr_jax int8, drafts, L = 2", PER_SECOND)]),
     (SPEED, "| llama.cpp | {:.0f} | {:.0f} | {:.0f} | {:.0f} |",
      [llama_cpp(f"llama.cpp {kind}", PER_SECOND) for kind in ("Q4_1", "Q8_0", "F16", "F32")]),
+    (SAMPLING, "| 32 | `block`, L = 2 | 65 % | {:.2f} |", through_slots("20m", "block chain:2")),
+    (SAMPLING, "| 32 | the baseline | 65 % | {:.2f} |", through_slots("20m", "baseline")),
+    (SAMPLING, "| `recycle` | 33 % | {:.2f} |", through_slots("smollm2_greedy", "recycle 2")),
+    (SAMPLING, "| the baseline | 26 % | {:.2f} |", through_slots("smollm2", "baseline")),
 ]  # fmt: skip
 # All other decimal numbers: those computed from several fields are tested below, the rest are
 # versions and settings.

@@ -127,17 +127,19 @@ def main() -> None:
     rows = [measure(name, *models, given, policy) for name in _METHODS.value]
     cells = []
     for row in rows:
-        speeds = {
+        speed = {
             label: [run["tokens"] / run["seconds"] for run in row[label]]
             for label in ("batches", "slots")
         }
-        ratio = np.median(np.divide(speeds["slots"], speeds["batches"]))
-        idle = [1 - row[label][0]["calls"] / row[label][0]["slot_calls"] for label in speeds]
+        row["ratio"] = float(np.median(np.divide(speed["slots"], speed["batches"])))
+        row["idle"] = {
+            label: 1 - row[label][0]["calls"] / row[label][0]["slot_calls"] for label in speed
+        }
         new = row["slots"][0]["tokens"] / row["slots"][0]["calls"]
         cells.append(
             [row["method"], f"{new:.2f}"]
-            + [f"{np.median(each):,.0f}" for each in speeds.values()]
-            + [f"{ratio:.2f}", *(f"{share:.1%}" for share in idle)]
+            + [f"{np.median(each):,.0f}" for each in speed.values()]
+            + [f"{row['ratio']:.2f}", *(f"{share:.1%}" for share in row["idle"].values())]
         )
     header = ["Method", "Tokens/call", "Batches, tokens/s", "Slots, tokens/s", "Ratio"]
     table = report.markdown_table([*header, "Idle in batches", "Idle in slots"], cells)
@@ -147,8 +149,8 @@ def main() -> None:
         f"{len(given):,} prompts of {min(lengths)} to {max(lengths):,} tokens (median "
         f"{np.median(lengths):.0f}), at most {_NEW.value} new tokens, EOS, temperature "
         f"{_TEMPERATURE.value:g}, int8. {_SLOTS.value} slots against batches of {_SLOTS.value} in "
-        f"the order of the file; {_ROUNDS.value} runs of each in turns. The ratio is the median of "
-        "the ratios of runs. Idle is the share of calls of a slot whose sequence had ended. Equal: "
+        f"the order of the file; {_ROUNDS.value} run{'s' * (_ROUNDS.value > 1)} of each in turns, "
+        "and the median ratio. Idle is the share of calls of a slot whose sequence had ended. Equal: "
         + ", ".join(f"{row['equal']} of {len(given)}" for row in rows)
         + " sequences.",
         report.provenance_line(result),
