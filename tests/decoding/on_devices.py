@@ -212,22 +212,30 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
     """Returns sampled tokens on meshes, and those of `stream` on the first group of devices."""
     target, draft = models("llama")
     prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
+    lengths = np.array([5, 3, 4, 5, 2, 5, 1, 4])
+    policy = Policy(temperature=np.where(np.arange(8) % 2, 1.0, 0.5), eos=EOS)
     method, key = get_method("spectr", tree="2x2"), jax.random.key(3)
+    decode = functools.partial(
+        generate, key, method, target, draft, prompts, lengths, 12, policy=policy
+    )
+
+    def sequences(out):
+        rows = zip(*hosts.fetch((out.tokens, out.lengths)), strict=True)
+        return [row[:length].tolist() for row, length in rows]
+
     found = {}
     for data, model in shapes:
         mesh = sharding.make_mesh(model=model)
-        out = generate(key, method, target, draft, prompts, np.full(8, 5), 12, mesh=mesh)
-        found[f"{data}x{model}"] = hosts.fetch(out.tokens)[:, : 5 + 12].tolist()
-        through = generate_all(
-            key, method, target, draft, prompts, 12, slots=4, mesh=mesh, in_order=True
-        )
+        found[f"{data}x{model}"] = sequences(decode(mesh=mesh))
+        several = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
+        arguments = key, method, target, draft, several, 12, policy
+        through = generate_all(*arguments, slots=4, mesh=mesh, in_order=True)
         found[f"slots {data}x{model}"] = [done.tokens.tolist() for done in through]
         if jax.process_count() > 1:
             continue
         row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
         with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
-            alone = generate(key, method, target, draft, prompts, np.full(8, 5), 12)
-        found[f"context {data}x{model}"] = np.asarray(alone.tokens)[:, : 5 + 12].tolist()
+            found[f"context {data}x{model}"] = sequences(decode())
         steps = stream(
             key,
             method,

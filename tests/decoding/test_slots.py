@@ -13,6 +13,7 @@ from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.testing import chi_square
+from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 
 VOCAB, NEW, KEY = 13, 12, jax.random.key(5)
@@ -132,6 +133,14 @@ def test_programs_run_groups_of_prompts_and_several_calls(monkeypatch):
         monkeypatch.setattr(slots, "CALLS", calls)
         completions = generate_all(KEY, *MODELS, SHORT * 3, NEW, Policy(eos=3), slots=4)
         _assert_equal(completions, expected, SHORT * 3)
+
+
+def test_programs_for_accelerators_give_the_same_sequences(monkeypatch):
+    models = get_method("otm_block", **TREE), TARGET, DRAFT
+    expected = generate(KEY, *models, *_padded(PROMPTS), NEW, Policy(eos=7))
+    monkeypatch.setattr(backend, "on_cpu", lambda: False)
+    jax.clear_caches()
+    _assert_equal(generate_all(KEY, *models, PROMPTS, NEW, Policy(eos=7)), expected, PROMPTS)
 
 
 def test_prompts_are_read_when_slots_are_free_and_grow_programs_rarely(count_compilations):
