@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from spectr_jax.decoding.slots import Completion, generate_all
-from spectr_jax.decoding.stopping import prepared
 from spectr_jax.models import frozen
 from spectr_jax.sampling import chat
 from spectr_jax.sampling import session as sessions
@@ -71,7 +70,8 @@ def answer_all(
         content = file.read()
         lines = _read(f"--output={path}", content, header, texts)
         if len(lines) < len(texts):
-            completions = _completions(session, tokens, slots, seed, lines)
+            options = sessions.arguments(session) | {"slots": slots, "skip": frozenset(lines)}
+            completions = generate_all(jax.random.key(seed), prompts=tokens, **options)
             file.truncate(content.rfind(b"\n") + 1 if lines else 0)  # Without a torn last line.
             file.write(b"" if lines else header)
             totals = _decode(session, completions, texts, is_chat, file, lines)
@@ -162,23 +162,6 @@ def _fields(place: str, line: bytes, names: Collection[str]) -> dict[str, Any]:
     if names is FIELDS:
         raise UserError(f"{place} is damaged; delete it, and its prompt is answered again")
     raise UserError(f"{place} is not of a file of answers; choose another file")
-
-
-def _completions(
-    session: Session, prompts: Sequence[Sequence[int]], slots: int, seed: int, skip: Collection[int]
-) -> Iterator[Completion]:
-    """Yields the sequences of the prompts that are not in `skip` as they end."""
-    target = session.target
-    return generate_all(
-        *(jax.random.key(seed), session.method, session.target_model, session.draft_model),
-        *(prompts, session.max_new_tokens, session.policy),
-        slots=slots,
-        mesh=session.mesh,
-        draft_policy=session.draft_policy,
-        logprobs=session.logprobs,
-        stop=prepared(session.stop, target.tokenizer, target.model.vocab_size),
-        skip=skip,
-    )
 
 
 def _decode(

@@ -2,17 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from spectr_jax.decoding import stream
-from spectr_jax.decoding.stopping import before, dropped_space, prepared, settled
+from spectr_jax.decoding.stopping import before, dropped_space, settled
 from spectr_jax.sampling.session import (
     PARTIAL,
     Prompts,
     Session,
     Token,
+    arguments,
     check_room,
     encode_all,
     note,
@@ -103,13 +104,8 @@ def answer(
     """Answers an encoded conversation, passing each token to `show`. Consumes `key`."""
     tokenizer = session.target.tokenizer
     started = time.perf_counter()
-    models, method = (session.target_model, session.draft_model), session.method
-    policy, draft_policy, new_tokens = session.policy, session.draft_policy, session.max_new_tokens
-    stop = prepared(session.stop, tokenizer, session.target.model.vocab_size)
-    options: dict[str, Any] = {"observe": observe_call, "stop": stop, "mesh": session.mesh}
-    steps = stream(
-        key, method, *models, prompt, new_tokens, policy, draft_policy=draft_policy, **options
-    )
+    options = arguments(session) | {"logprobs": False}
+    steps = stream(key, prompt=prompt, observe=observe_call, **options)
     new: list[int] = []
     text, space, shown, calls, first, begun = "", "", "", 0, 0.0, 0
     for step in steps:
@@ -133,5 +129,5 @@ def answer(
     rest = time.perf_counter() - started - first
     speed = (len(new) - begun) / rest if len(new) > begun else 0.0
     stopped = text != tokenizer.decode(new) or tokenizer.piece(new[-1]) in session.stop
-    whole = len(new) < new_tokens or stopped or tokenizer.ends(new[-1])
+    whole = len(new) < session.max_new_tokens or stopped or tokenizer.ends(new[-1])
     return Answer(text, len(new), calls, first, speed, whole)

@@ -270,22 +270,30 @@ def _generate(
     session: Session, method: Method, prompt: Sequence[int], key: jax.Array, endless: bool = False
 ) -> Generation:
     """Returns the generation for one prompt; if `endless`, EOS and stop strings do not end it."""
-    policy, target = session.policy, session.target
-    stop = prepared(session.stop, target.tokenizer, target.model.vocab_size)
+    options = arguments(session) | {"method": method}
     if endless:
-        policy, stop = dataclasses.replace(policy, eos=-1), stop and stop.never()
+        options["policy"] = dataclasses.replace(session.policy, eos=-1)
+        options["stop"] = options["stop"] and options["stop"].never()
     # The recorder depends on the padded length of the prompt, like the program.
     observe = recorder(padded_length(len(prompt)) + session.max_new_tokens)
-    models, prompts = (session.target_model, session.draft_model), np.array([prompt])
-    return generate(
-        *(key, method, *models, prompts, np.array([len(prompt)]), session.max_new_tokens),
-        policy=policy,
-        observe=observe,
-        mesh=session.mesh,
-        draft_policy=session.draft_policy,
-        logprobs=session.logprobs,
-        stop=stop,
-    )
+    rows: Any = {"prompts": np.array([prompt]), "prompt_lengths": np.array([len(prompt)])}
+    return generate(key, **rows, observe=observe, **options)
+
+
+def arguments(session: Session) -> dict[str, Any]:
+    """Returns the arguments of `generate`, `generate_all` and `stream` that all prompts share."""
+    target = session.target
+    return {
+        "method": session.method,
+        "target": session.target_model,
+        "draft": session.draft_model,
+        "max_new_tokens": session.max_new_tokens,
+        "policy": session.policy,
+        "draft_policy": session.draft_policy,
+        "mesh": session.mesh,
+        "logprobs": session.logprobs,
+        "stop": prepared(session.stop, target.tokenizer, target.model.vocab_size),
+    }
 
 
 def shortened(text: str, characters: int = 40) -> str:
