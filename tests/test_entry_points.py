@@ -173,11 +173,11 @@ CASES = [
     (EVAL, f"{TREES} --config.exit_layer=2", "exit_layer=2: must be below the target's 2 layers"),
     (EVAL, f"{LATENCY} --config.runs=0", "runs=0: must be at least 1"),
     (EVAL, f"{QUALITY} --config.heldout=/nowhere", "no text file matches '/nowhere'"),
-    (EVAL, f"{AUTO} --config.methods=('x',)", "unknown method 'x'; known: baseline"),
+    (EVAL, f"{AUTO} --config.candidates=('x',)", "unknown method 'x'; known: baseline"),
     (
         EVAL,
-        f"{AUTO} --config.methods=('greedy_drafts',)",
-        "methods='greedy_drafts': cannot be predicted",
+        f"{AUTO} --config.candidates=('baseline',)",
+        "candidates='baseline': drafts nothing, and",
     ),
     (
         EVAL,

@@ -59,13 +59,7 @@ TOY = {
     "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
     "quality": {"sentences": 60, "dtypes": ("float32",)},
     "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},
-    "auto_1,auto_32": {
-        "methods": ("speculative",),
-        "num_drafts": (1,),
-        "draft_lengths": (1,),
-        "size": 1,
-        "tries": 1,
-    },
+    "auto_1,auto_32": {"candidates": ("block chain:1",)},
     "table2,trees,auto_1,auto_32": DECODING,
 }
 

@@ -105,44 +105,12 @@ def registered(folder, monkeypatch):
     importlib.import_module("lazy_chains")
 
 
-@pytest.mark.slow
-def test_auto_measures_registered_methods(registered, toy, tmp_path):
-    """The second method drafts distinct tokens on chains only. `auto` measures its acceptance on
-    batches of drafts, which the method itself never draws."""
-    by_child = TokenByToken(transport.get("recursive_without_replacement"))
-    decoding.register(
-        "chains",
-        lambda *, draft_length=2: decoding.Method("", decoding.tree.chain(draft_length), by_child),
-    )
+def test_auto_takes_registered_methods(registered):
     config = auto_config()
-    config.update(
-        {
-            **TOY,
-            "target": f"{toy.folder}/target",
-            "draft": f"{toy.folder}/draft",
-            "methods": ("lazy", "chains"),
-        }
-    )
-    config.update(
-        {
-            "prompts": f"{toy.folder}/prompts.txt",
-            "num_drafts": (2,),
-            "draft_lengths": (1, 2),
-            "size": 2,
-            "tries": 2,
-        }
-    )
-    result = auto.run(config, tmp_path / "auto")
-    assert {row["shape"] for row in result["predicted"] if row["method"] == "lazy"} == {"1", "1,1"}
-    tried = {row["method"]: row for row in result["rows"]}
-    assert next(iter(tried)) == "baseline" and set(tried) == {"baseline", "lazy", "chains"}
-    assert tried["lazy"]["options"] == f"draft_length={tried['lazy']['levels']}"
-    assert 1 < tried["lazy"]["tokens_per_call"] < 3
-    assert (
-        len(result["acceptance_by_drafts"]["lazy"])
-        == len(result["acceptance_by_child"]["chains"])
-        == 2
-    )
+    config.candidates = ("lazy chain:2", "lazy chain:1")
+    methods = auto.candidates(config)
+    assert [method.tree.size for method in methods.values()] == [0, 2, 1]
+    assert methods["lazy chain:2"].name == "lazy"
 
 
 def test_the_trees_program_predicts_registered_methods(registered):

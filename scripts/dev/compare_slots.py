@@ -24,7 +24,7 @@ from spectr_jax.data.questions import read_questions, spread
 from spectr_jax.decoding import Policy, generate_all, get_method, slots
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.experiments.measure import report
-from spectr_jax.experiments.spec_bench import method_of
+from spectr_jax.experiments.planning.on_tree import method_of
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import freeze
 from spectr_jax.sampling import prompts

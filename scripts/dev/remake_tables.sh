@@ -22,25 +22,19 @@ evaluated() {  # NAME CONFIG FLAG...
   echo "== $1"
   "$python" -m spectr_jax.eval --config="configs/$2" --workdir="$out/${1%%:*}" "${@:3}"
 }
-fastest() {  # NAME SEQUENCES FLAG...
-  evaluated "$1" auto.py --config.batch_size="$2" --config.max_new_tokens=32 --config.num_drafts='(1,2)' "${@:3}"
-}
 
 tables() {
   local pair=(--config.target=20m --config.draft=2m)
-  local auto=(--config.size=16 --config.draft_lengths='(1,2,3,4)'
-    --config.methods="('speculative','block','otm_block','otm_layer')")
   evaluated quality quality.py --config.heldout="$heldout" --config.sentences=5000 --config.batch_size=16 \
     --config.models="('2m','6m','20m','97m')"
   evaluated target_97m/cpu ladder.py:97m
-  fastest target_97m/fastest_1 1 "${auto[@]}" --config.num_prompts=16 --config.tries=10 --config.target=97m \
-    --config.draft=6m --config.dtype=int8
+  evaluated target_97m/fastest_1 auto.py --config.target=97m --config.draft=6m --config.dtype=int8
   evaluated demo demo.py:full
   evaluated ladder ladder.py
   evaluated ladder/greedy ladder.py --config.temperature=0 --config.seeds='(0,)' --config.num_drafts='(1,2)' \
     --config.methods="('otm_block','otm_layer')"
-  fastest ladder/fastest_1 1 "${auto[@]}" "${pair[@]}" --config.num_prompts=16 --config.tries=10 --config.dtype=int8
-  fastest ladder/fastest_32 32 "${auto[@]}" "${pair[@]}" --config.num_prompts=32 --config.tries=4 \
+  evaluated ladder/fastest_1 auto.py "${pair[@]}" --config.dtype=int8
+  evaluated ladder/fastest_32 auto.py "${pair[@]}" --config.batch_size=32 --config.num_prompts=32 \
     --config.dtype=bfloat16
   evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.num_prompts=48 \
     --config.extra_trees="('4,1,1,1,1,1,1,1',)"
@@ -50,14 +44,12 @@ tables() {
 }
 
 of_smollm2() {
-  local auto=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8 --config.num_prompts=16
-    --config.size=4 --config.draft_lengths='(1,2,3)')
+  local pair=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8)
   evaluated smollm2/ladder ladder.py:smollm2
   evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft=smollm2-6m \
     --config.models="('smollm2','smollm2-6m')"
-  fastest smollm2/fastest_1 1 "${auto[@]}" --config.methods="('speculative','block','otm_block','otm_layer')" \
-    --config.tries=6
-  fastest smollm2/fastest_8 8 "${auto[@]}" --config.methods="('speculative','block','otm_block')" --config.tries=4
+  evaluated smollm2/fastest_1 auto.py "${pair[@]}"
+  evaluated smollm2/fastest_8 auto.py "${pair[@]}" --config.batch_size=8
 }
 
 tables  # Collects their names.

@@ -7,7 +7,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spectr_jax.decoding.policy import Shaping, shaped
@@ -90,13 +89,6 @@ class ScoredTree:
         rows = self._rank_above(jnp.arange(1, self.tree.size + 1))
         of_tokens = sharding.whole(self.p[rows, self.tokens[1:]])
         return jnp.append(jnp.ones(1, of_tokens.dtype), of_tokens).astype(self.logits.dtype)
-
-    def part(self, tree: Tree, nodes: Int[np.ndarray, " part_nodes"]) -> "ScoredTree":
-        """Returns the subtree `tree`, whose nodes are the `nodes` [N' + 1] of this tree."""
-        p = self.p[self.tree.inner_rank[nodes[tree.inner]]]
-        return dataclasses.replace(
-            self, tree=tree, tokens=self.tokens[nodes], p=p, logits=self.logits[nodes]
-        )
 
     def _rank_above(self, node: Int[Array, "*nodes"]) -> Int[Array, "*nodes"]:
         return jnp.asarray(self.tree.inner_rank)[jnp.asarray(self.tree.parent)[node]]

@@ -22,7 +22,6 @@ import numpy as np
 from spectr_jax.data.questions import OVERALL, Question, read_questions, spread
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Method, Policy, get_method
-from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.policy import check_policy
 from spectr_jax.decoding.request import LONG, padded_length
@@ -32,7 +31,7 @@ from spectr_jax.experiments.measure import report
 from spectr_jax.experiments.measure.acceptance import observe_positions
 from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
-from spectr_jax.experiments.planning.on_tree import on_tree
+from spectr_jax.experiments.planning.on_tree import method_of
 from spectr_jax.loading.by_name import Trained, check_dtype
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.frozen import Frozen, check_context, freeze
@@ -126,25 +125,6 @@ def check_spec_bench_config(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "questions='': names no file; give Spec-Bench's, --config.questions=question.jsonl"
         )
-
-
-def method_of(spec: str) -> Method:
-    """Returns the method of a spec `NAME TREE` or `NAME`, such as `lookup chain:4`.
-
-    Raises:
-      UserError: the method or tree does not exist, or they do not go together.
-    """
-    name, _, shape = spec.partition(" ")
-    method = on_tree(name, trees.parse(shape)) if shape else get_method(name)
-    if method is None:
-        raise UserError(
-            f"methods={spec!r}: {name!r} does not draft the tree {shape!r}; give another one"
-        )
-    if not method.tree.size:
-        raise UserError(
-            f"methods={spec!r}: drafts nothing, and the baseline is measured anyway; leave it out"
-        )
-    return method
 
 
 def check_room(

@@ -19,6 +19,7 @@ import tqdm
 from spectr_jax.decoding import Method, get_method
 from spectr_jax.decoding import tree as tree_lib
 from spectr_jax.decoding.tree import Tree, optimal_order, optimal_tree, tree_of
+from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.experiments.config import trees_config
 from spectr_jax.experiments.figures import drawing, ersd
 from spectr_jax.experiments.measure import measurement, report
@@ -32,9 +33,9 @@ from spectr_jax.experiments.measure.acceptance import (
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.experiments.measure.measurement import Contender, Measurement
-from spectr_jax.experiments.planning import prediction, tree_search
+from spectr_jax.experiments.planning import tree_search
 from spectr_jax.experiments.planning.on_tree import cannot_branch, on_tree
-from spectr_jax.experiments.planning.prediction import CARRIERS, CHILDREN, WINNERS, statistic
+from spectr_jax.experiments.planning.tree_search import CARRIERS, CHILDREN, statistic
 from spectr_jax.loading.by_name import shape_name
 from spectr_jax.transport import rules
 from spectr_jax.utils.config import check_fields, check_positive
@@ -135,7 +136,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
     config, size = bench.config, max(bench.config.sizes)
     methods = [get_method(name) for name in config.methods]
     distinct = [method.name for method in methods if statistic(method) == CHILDREN]
-    iid = tuple(method for method in methods if statistic(method) in (CARRIERS, WINNERS))
+    iid = tuple(method for method in methods if statistic(method) == CARRIERS)
     nodes: dict[tuple[str, str], Nodes] = {}
     divergences: list[float] = []
 
@@ -170,7 +171,7 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
     carriers = {}
     if iid:
         walked = dataclasses.replace(iid[0], tree=tree_lib.batch(size))  # Any of them will do.
-        contender = Contender(walked, bench.drafts[0], observe_drafts(iid, CARRIERS))
+        contender = Contender(walked, bench.drafts[0], observe_drafts(iid))
         # One batch of prompts, because SpecTr++ takes half a minute per call for all k together.
         counts = bench.measured("carriers", contender, config.seeds[0], batches=1).observed
         carriers = {name: shares(table) for name, table in counts.items()}
@@ -195,12 +196,15 @@ def table_rows(config: ml_collections.ConfigDict, acceptance: PairAcceptance) ->
 
 
 def _theory(acceptance: PairAcceptance, method: Method) -> float | None:
-    """Returns the method's predicted tokens per call on its tree, or None if its statistic was not
-    measured."""
+    """Returns the predicted tokens per call of a method that verifies token by token, or None if
+    its statistic was not measured."""
+    if not isinstance(method.verifier, TokenByToken):
+        return None
     if statistic(method) == CARRIERS:
-        return prediction.predictor(method, acceptance.carriers[method.name])(method.tree)
+        branching = tree_search.branching_of(method.tree)
+        return tree_search.expected_tokens_iid(branching, acceptance.carriers[method.name])
     if statistic(method) == CHILDREN:
-        return prediction.predictor(method, np.array(acceptance.R[method.name]))(method.tree)
+        return tree_search.expected_tokens(method.tree, acceptance.R[method.name])
     return None
 
 

@@ -25,14 +25,12 @@ from spectr_jax.experiments.measure.acceptance import (
     observe_nodes,
 )
 from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.planning import prediction
+from spectr_jax.experiments.planning import tree_search
 from spectr_jax.models.table import TableModel, perturbed, random_table
 from spectr_jax.transport import race
 from spectr_jax.utils.errors import UserError
 
-IID = [
-    name for name in METHODS if prediction.statistic(get_method(name)) in ("carriers", "winners")
-]
+IID = [name for name in METHODS if tree_search.statistic(get_method(name)) == "carriers"]
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
 MEASURED = ("speculative", "otm_block", "otm_layer", "gsd", "ersd", "greedy_drafts")
@@ -204,8 +202,8 @@ def test_acceptance_along_a_chain_is_a_product():
 def test_observed_carriers_of_iid_drafts_are_exact():
     """One run observes all plans on the same drafts."""
     methods = tuple(map(get_method, ("spectr", "otm", "gbv_conditional")))
-    counts = _observed("otm", batch(3), observe_drafts(methods, "carriers"))
-    assert observe_drafts(methods, "carriers") is observe_drafts(methods, "carriers")
+    counts = _observed("otm", batch(3), observe_drafts(methods))
+    assert observe_drafts(methods) is observe_drafts(methods)
     counts = {method.verifier.plan.name: counts[method.name] for method in methods}
     for name, k in itertools.product(counts, range(4)):
         exact = np.zeros(4)

@@ -14,8 +14,7 @@ import numpy as np
 
 from spectr_jax.decoding import Call, Method
 from spectr_jax.decoding.policy import ends
-from spectr_jax.experiments.planning.prediction import RATIOS, WINNERS, ratio_cell, statistic
-from spectr_jax.transport import Plan, WinnerPlan, otm
+from spectr_jax.transport import Plan, otm
 
 
 class Nodes(NamedTuple):
@@ -140,20 +139,16 @@ def observe_nodes(call: Call) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def observe_drafts(
-    methods: tuple[Method, ...], kind: str | None = None
-) -> Callable[[Call], dict[str, jax.Array]]:
+def observe_drafts(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, jax.Array]]:
     """Returns an `observe` for `generate` on a batch tree of K i.i.d. drafts. For each k up to K it
     gives each method's plan the first k drafts and counts what the plan chooses.
 
     Args:
-      methods: methods with i.i.d. drafts and different names; their trees are ignored.
-      kind: the statistic to observe (`prediction.statistic`); by default each method's own.
+      methods: methods with i.i.d. drafts, a plan and different names; their trees are ignored.
 
     Returns:
-      A function that returns counts by method name. For CARRIERS they are [K + 1, K + 1]: how many
-      of the k drafts carry the chosen token. For WINNERS they are [K + 1, R, K + 1]: the cell of
-      the winner's ratio (`planning.prediction`), and how many drafts carry its token.
+      A function that returns counts [K + 1, K + 1] by method name: how many of the k drafts carry
+      the chosen token.
     """
 
     def observe(call: Call) -> dict[str, jax.Array]:
@@ -166,20 +161,11 @@ def observe_drafts(
             token = plan.select(jax.random.fold_in(call.key, k), p, q, drafts, valid).token
             return jnp.zeros(K + 1).at[jnp.sum(valid & (drafts == token))].add(1)
 
-        def winners(plan: WinnerPlan, k):
-            valid = drawable & (jnp.arange(K) < k)
-            winner, g = plan.win(jax.random.fold_in(call.key, k), p, q, drafts, valid)
-            token = drafts[winner]
-            cell = ratio_cell(q[token] / jnp.maximum(g[token], jnp.finfo(g.dtype).tiny))
-            carried = jnp.sum(valid & (drafts == token))
-            return jnp.zeros((RATIOS, K + 1)).at[cell, carried].add(1)
-
         counts = {}
         for method in methods:
-            verifier: Any = method.verifier  # It has a statistic, and so a plan.
-            count = winners if (kind or statistic(method)) == WINNERS else carriers
+            verifier: Any = method.verifier  # It has a plan.
             # One k at a time, because some plans need much memory.
-            of_plan = functools.partial(count, verifier.plan)
+            of_plan = functools.partial(carriers, verifier.plan)
             counts[method.name] = jax.lax.map(of_plan, jnp.arange(K + 1))
         return counts
 
@@ -187,5 +173,5 @@ def observe_drafts(
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Returns counts [k, ...] as probabilities: those of each k sum to 1."""
-    return counts / counts.sum(axis=tuple(range(1, counts.ndim)), keepdims=True)
+    """Returns counts [k, m] as probabilities: those of each k sum to 1."""
+    return counts / counts.sum(axis=1, keepdims=True)

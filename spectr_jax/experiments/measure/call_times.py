@@ -8,7 +8,7 @@ calls, and caches are updated in place.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -94,12 +94,7 @@ def call_runs(model: Model, batch: int, count: int, context: int) -> Callable[[]
 
 
 def phase_timers(
-    method: Method,
-    target: Model,
-    draft: Model,
-    batch: int,
-    context: int,
-    phases: Sequence[str] = (*PHASES, "call"),
+    method: Method, target: Model, draft: Model, batch: int, context: int
 ) -> dict[str, Timer]:
     """Returns timers, at temperature 1, of each phase of a call alone and of the whole call.
 
@@ -108,7 +103,6 @@ def phase_timers(
       target, draft: as for `freeze`.
       batch: number of sequences.
       context: committed random tokens per sequence.
-      phases: names of the timers to make.
     """
     models, room = (freeze(target), freeze(draft)), method.tree.height + 1
     lengths = jnp.full(batch, context, jnp.int32)
@@ -126,12 +120,9 @@ def phase_timers(
         on_tree = drafts, method.tree, start.target_cache
         return drafts, loop.score_and_select(start, setup(models), keys, *on_tree)
 
-    if set(phases) == {"draft"}:  # Drafting needs only the shapes of a call.
-        samples = [jax.tree.map(jnp.zeros_like, jax.eval_shape(sample, models, 0))]
-    else:
-        samples = [sample(models, step) for step in np.arange(4)]
+    samples = [sample(models, step) for step in np.arange(4)]
     loops = _phase_loops(method, models, setup, start, samples)
-    return {name: _loop_timer(*loops[name]) for name in phases}
+    return {name: _loop_timer(*arguments) for name, arguments in loops.items()}
 
 
 def _phase_loops(
@@ -183,26 +174,6 @@ def _phase_loops(
         "commit": (commit_phase, of_commit, caches),
         "call": (call_phase, [models], start),
     }
-
-
-def token_timer(method: Method, vocab_size: int, batch: int) -> Timer:
-    """Returns a timer of the method's verifier alone, in seconds per emitted token.
-
-    It runs without models on `batch` sequences, with random distributions that accept most drafts.
-    """
-    rng, tree = np.random.default_rng(0), method.tree
-    shared = rng.normal(size=(batch, 1, vocab_size))
-    logits = jnp.float32(shared + 0.1 * rng.normal(size=(batch, tree.size + 1, vocab_size)))
-    p = jax.nn.softmax(logits[:, tree.inner])
-    tokens = jnp.asarray(rng.integers(0, vocab_size, (batch, tree.size + 1)), jnp.int32)
-    keys = jax.random.split(jax.random.key(0), batch)
-    lengths = jnp.ones(batch, jnp.int32)
-
-    select, fixed = jax.jit(_select_phase(method, keys, lengths)), (tokens, p, logits)
-    chosen = [select(step, fixed, None) for step in range(PASSES)]
-    timer = _loop_timer(select, [fixed], chosen[0])
-    emitted = float(np.mean([each.emitted for each in chosen]))
-    return lambda: timer() / emitted
 
 
 def _select_phase(method: Method, keys_B, lengths_B) -> Callable:

@@ -37,6 +37,29 @@ def on_tree(name: str, tree: Tree) -> Method | None:
     return None if options is None else get_method(name, **options)
 
 
+def method_of(spec: str, field: str = "methods") -> Method:
+    """Returns the method of a spec `NAME TREE` or `NAME`, such as `lookup chain:4`.
+
+    Args:
+      spec: the name of a method, and a tree as in `tree.parse`.
+      field: the config field that has the spec, for errors.
+
+    Raises:
+      UserError: the method or tree does not exist, they do not go together, or nothing is drafted.
+    """
+    name, _, shape = spec.partition(" ")
+    method = on_tree(name, trees.parse(shape)) if shape else get_method(name)
+    if method is None:
+        raise UserError(
+            f"{field}={spec!r}: {name!r} does not draft the tree {shape!r}; give another one"
+        )
+    if not method.tree.size:
+        raise UserError(
+            f"{field}={spec!r}: drafts nothing, and the baseline is measured anyway; leave it out"
+        )
+    return method
+
+
 def cannot_branch(name: str) -> bool:
     """Returns whether the method `name` cannot draft trees that branch; see `options_for`."""
     return options_for(name, trees.batch(2)) is None

@@ -12,8 +12,28 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from spectr_jax.decoding import Method
 from spectr_jax.decoding.tree import Tree, check_positive, prefix_tree
+from spectr_jax.decoding.verifiers import Block, TokenByToken
+from spectr_jax.transport import rules
 from spectr_jax.utils.errors import UserError
+
+CARRIERS, CHILDREN = "carriers", "children"
+
+
+def statistic(method: Method) -> str | None:
+    """Returns the name of the statistic of a method's plan that chooses its trees, or None.
+
+    For i.i.d. drafts it is `CARRIERS`, how many of k drafts carry the token, and for drafts without
+    replacement `CHILDREN`, the acceptance by child index. It is None without a draft model, and for
+    verifiers without a plan.
+    """
+    verifier = method.verifier
+    if not method.needs_draft or not isinstance(verifier, TokenByToken | Block):
+        return None
+    if verifier.rule == rules.IID:
+        return CARRIERS
+    return CHILDREN if verifier.rule in (rules.WITHOUT_REPLACEMENT, rules.RACE) else None
 
 
 def expected_tokens(tree: Tree, R: Sequence[float]) -> float:

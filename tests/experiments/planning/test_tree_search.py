@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from spectr_jax.decoding import METHODS, Method, get_method
 from spectr_jax.decoding.tree import Tree, batch, chain, optimal_tree, prefix_tree
 from spectr_jax.experiments.planning import tree_search
 from spectr_jax.utils.errors import UserError
@@ -97,6 +98,19 @@ def test_no_shape_beats_the_best_prefix_tree():
     tokens = {shape: tree_search.expected_tokens_iid(shape, carriers) for shape in found}
     best = tree_search.best_prefix_tree(carriers, 14, 3)
     assert tokens[best] == max(tokens.values())
+
+
+def test_every_method_has_the_statistic_of_its_plan():
+    named: dict = {}
+    for name in METHODS:
+        named.setdefault(tree_search.statistic(get_method(name)), set()).add(name)
+    without_a_model = {"baseline", "lookup", "recycle", "self_speculative"}
+    assert named.pop(None) == without_a_model | {"greedy_drafts", "otm_layer", "traversal", "gbv"}
+    assert named.pop("children") == {"gsd", "ersd"}
+    assert {"block", "otm_block", "gbv_conditional", "spectr"} < named.pop("carriers")
+    assert not named
+    other = Method("other", batch(2), get_method("otm").verifier)
+    assert tree_search.statistic(other) == "carriers"
 
 
 def test_noisy_acceptance_is_made_descending():
