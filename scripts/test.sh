@@ -14,16 +14,19 @@ types=$(mktemp)
 trap 'kill $! 2>/dev/null || true; rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 &
 status=0
-tests() { .venv/bin/python -m pytest -n "${WORKERS:-2}" "$@" || status=$?; }
-# Most tests lower XLA's optimization. These need users' settings, which change rounding.
-only_with_defaults="whole_outputs or test_vocabularies or test_cpu or test_dense or test_one_model"
-[ -z "$all" ] || set -- -k "not ($only_with_defaults)" "$@"
-tests --dist loadgroup --no-loadscope-reorder "$@"
-if [ -n "$all" ]; then
-  XLA_DEFAULTS=1 tests --dist loadgroup -k "$only_with_defaults or test_methods and greedy"
-  # Checks the shapes and dtypes of annotations in every call.
-  tests -m "not slow" --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
-    tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py
+tests() {
+  .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder "$@" || status=$?
+}
+if [ -z "$all" ]; then
+  tests "$@"
+else
+  # Every test runs once: with users' compiler settings, with a check of the shapes and dtypes of
+  # annotations in every call, or as in the quick run.
+  checked=(tests/transport/test_draw.py tests/decoding/test_{drafting,scoring,multipath,layer,policy}.py)
+  XLA_DEFAULTS=1 tests -m defaults "$@"
+  tests --jaxtyping-packages=spectr_jax.transport,spectr_jax.decoding,beartype.beartype \
+    "${checked[@]}" "$@"
+  tests -m "not defaults" "${checked[@]/#/--ignore=}" "$@"
 fi
 wait $! || status=$?
 cat "$types"

@@ -2,6 +2,7 @@
 tokens equal those of the program for CPUs."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -22,25 +23,26 @@ OPEN_LOOPS = {"spectr+", "spectr++"}
 """Methods whose linear programs iterate until they converge."""
 
 
+@functools.cache
 def _transformer(seed, layers):
     shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 64}
-    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
+    return freeze(Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed)))
 
 
+@functools.cache
 def _llama(seed):
     shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "kv_heads": 1, "head_width": 8}
-    return Llama(LlamaConfig(**shape, layers=2, context=64), rngs=nnx.Rngs(seed))
+    return freeze(Llama(LlamaConfig(**shape, layers=2, context=64), rngs=nnx.Rngs(seed)))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_call_never_waits_for_the_host(name, monkeypatch):
     """The loop of `generate` contains no conditional and no loop of unknown length, except for the
     methods in `OPEN_LOOPS`."""
+    method, policy = get_method(name), Policy(0.7, top_k=5)
+    models = _transformer(0, 2), _transformer(1, 1) if method.needs_draft else None
     monkeypatch.setattr(backend, "on_cpu", lambda: False)
     jax.clear_caches()
-    method, policy = get_method(name), Policy(0.7, top_k=5)
-    draft = freeze(_transformer(1, 1)) if method.needs_draft else None
-    models = freeze(_transformer(0, 2)), draft
 
     def decoded(key, target, draft, prompts, lengths):
         return decode(key, method, target, draft, prompts, lengths, 20, policy)
@@ -72,7 +74,7 @@ def test_attention_in_blocks_equals_attention_at_once(tokens, monkeypatch):
 def test_the_cache_has_few_more_slots_than_prompts_need(piece, slots):
     """Pieces are multiples of 16 tokens, and equally long."""
     prompts, lengths = np.ones((1, 500), np.int32), np.full(1, 500)
-    config = dataclasses.replace(_llama(0).config, context=1_024)
+    config = dataclasses.replace(_llama(0).merge().config, context=1_024)
     model = Llama(config, rngs=nnx.Rngs(0))
     cache, _ = jax.eval_shape(lambda: run_on_prompts(model, prompts, lengths, 500, piece=piece))
     assert cache.rows[0][0].shape[1] <= slots

@@ -61,10 +61,10 @@ REPEATED = (
 """Cases whose verifier another case also uses. Tests of transport plans check their plans."""
 
 
-def _cases(cases, slow=()):
+def _cases(cases, slow=REPEATED):
     # The tests of a method run in one process, because most share one compiled program.
     def marks(case):
-        own = [pytest.mark.xdist_group(case), pytest.mark.optimized]
+        own = [pytest.mark.xdist_group(case), pytest.mark.optimized, pytest.mark.defaults]
         return [*own, pytest.mark.slow] if case in slow else own
 
     return pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def _policy(case):
     return checks.SHAPED if case in SHAPED else checks.PLAIN
 
 
-@_cases(METHODS, slow=REPEATED)
+@every_method
 def test_whole_outputs_follow_the_target(case):
     checks.check_outputs(_method(case), _policy(case), least=1e-3, generations=GENERATIONS)
 
@@ -121,26 +121,21 @@ def test_a_second_call_compiles_nothing(case):
 
 @_cases(METHODS, slow=(*REPEATED, "traversal wide"))
 def test_tokens_do_not_depend_on_the_batch_on_x64_or_on_the_jit_of_a_user(case):
+    """One program differs in all three from that of the other tests."""
     method, policy = _method(case), _policy(case)
-    prompts, lengths = checks._ragged_prompts(5)
-
-    def first(rows):
-        return checks._keys(3)[:rows], prompts[:rows], lengths[:rows]
-
-    def in_batch(rows, x64=False):
-        with jax.enable_x64(x64):
-            return checks._decode(method, *first(rows), policy).tokens
+    rows = checks._keys(3), *checks._ragged_prompts(5)
+    expected = checks._decode(method, *rows, policy).tokens
+    models = [model and freeze(model) for model in checks._models(method)]
 
     @jax.jit
-    def in_jit(target, draft, keys, prompts, lengths):
+    def alone(target, draft, keys, prompts, lengths):
         new = checks.LENGTH
         return decode(keys, method, target, draft, prompts, lengths, new, policy).tokens
 
-    models = (model and freeze(model) for model in checks._models(method))
-    expected = in_batch(checks.BATCH)
-    np.testing.assert_array_equal(in_batch(1), expected[:1])
-    np.testing.assert_array_equal(in_jit(*models, *first(4)), expected[:4])
-    np.testing.assert_array_equal(in_batch(64, x64=True), expected[:64])
+    with jax.enable_x64(True):
+        for row in range(64):
+            one = (part[row : row + 1] for part in rows)
+            np.testing.assert_array_equal(alone(*models, *one), expected[row : row + 1])
 
 
 MAY_REFUSE = ("kseq_gamma", "naive", "gbv", "greedy_drafts", "lookup", "recycle")

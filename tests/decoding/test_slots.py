@@ -188,6 +188,7 @@ def test_the_host_reads_a_program_while_the_next_one_runs(monkeypatch):
     assert reads <= len(started) + len(completions)
 
 
+@pytest.mark.defaults
 @pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
 def test_whole_outputs_follow_the_target_under_mixed_policies(name):
     policies = [(1.0, 0), (0.5, 3), (0.0, 0), (1.5, 2)]

@@ -130,6 +130,7 @@ def p_values(name, V, calls):
 
 
 @pytest.mark.optimized
+@pytest.mark.defaults
 @pytest.mark.parametrize("V", CALLS)
 @pytest.mark.parametrize(
     "name", ["otm", *(pytest.param(name, marks=pytest.mark.slow) for name in [*VERIFIERS][1:])]

@@ -17,7 +17,10 @@ from spectr_jax.models.layers.attention import attention
 from spectr_jax.models.layers.dense import dense_layer
 from spectr_jax.models.layers.norms import LayerNorm, RMSNorm
 
-pytestmark = pytest.mark.skipif(not cpu.kernels_in_use(), reason="the CPU kernels are not in use")
+pytestmark = [
+    pytest.mark.defaults,
+    pytest.mark.skipif(not cpu.kernels_in_use(), reason="the CPU kernels are not in use"),
+]
 SHAPES = [(576, 960), (1536, 576), (768, 3072), (128, 8192), (577, 33), (31, 17), (1, 1), (9001, 5)]
 """Inputs and outputs of layers: those of our models, odd sizes with unaligned rows, and inputs that
 the kernels sum in several segments."""

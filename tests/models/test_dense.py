@@ -10,6 +10,8 @@ from spectr_jax.models.layers.cpu import FEW, kernels_in_use
 from spectr_jax.models.layers.dense import dense_layer, with_halved_kernels
 from spectr_jax.utils import backend
 
+pytestmark = pytest.mark.defaults
+
 
 def _linear(inputs, outputs):
     return dense_layer(inputs, outputs, use_bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))

@@ -21,6 +21,7 @@ from spectr_jax.models.layers import cpu
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.defaults
 PAIRS = {"embedded": ("20m", "2m"), "smollm2": ("smollm2", "smollm2-draft")}
 METHODS = {"block": {"draft_length": 8}, "otm_layer": {"tree": "2,1,1"}}
 """A chain and a tree of drafts. The target scores nine and seven tokens in a call."""
