@@ -99,8 +99,8 @@ def measure(name: str, target, draft, rows, policy) -> dict[str, Any]:
     decoder = method, target, draft if method.takes_draft else None
     for arguments in batches(decoder, rows, policy):
         lower(*arguments).compile()  # JAX keeps the programs.
-    longest = max(rows, key=len)
-    in_slots(decoder, [longest, rows[0]], policy)
+    # As many prompts as slots: of fewer, `generate_all` makes a program of fewer slots.
+    in_slots(decoder, [max(rows, key=len), *[rows[0]] * (_SLOTS.value - 1)], policy)
     runs: dict[str, list[dict[str, Any]]] = {"batches": [], "slots": []}
     sequences = []
     for _ in range(_ROUNDS.value):
