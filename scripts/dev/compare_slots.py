@@ -2,8 +2,8 @@
 
     python scripts/dev/compare_slots.py --questions=question.jsonl --target=smollm2 --slots=8 \\
         --workdir=results/slots/smollm2
-    python scripts/dev/compare_slots.py --lines=sentences.txt --target=20m --draft=2m --method=block \\
-        --slots=32 --workdir=results/slots/20m
+    python scripts/dev/compare_slots.py --lines=sentences.txt --target=20m --draft=2m \\
+        --method='block chain:2' --slots=32 --max_new_tokens=96 --workdir=results/slots/20m
 
 Both decode the same prompts, with EOS, in turns. Prompts are the first messages of questions in
 Spec-Bench's format, or lines of a text file. No compilation is timed.

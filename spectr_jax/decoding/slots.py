@@ -103,12 +103,12 @@ def generate_all(
         for done in generate_all(key, method, target, draft, prompts, 64, Policy(eos=tokenizer.eos)):
             print(done.index, tokenizer.decode(done.tokens))
 
-    Sequence `i` has the tokens that `generate` gives to row `i` of all prompts as one batch, whatever
-    the number of slots: both fold `i` into the key. Two programs do all the work: one
-    runs the models on new prompts, and one calls the target. For a list nothing is compiled after
-    the first of each. For another iterable, whose longest prompt is not known, both are compiled
-    again when a prompt is longer than the power of two that held all before it. Arguments that are
-    not listed are as in `generate`.
+    Sequence `i` has the tokens that `generate` gives to row `i` of a batch of all prompts, whatever
+    the number of slots: both fold `i` into the key. Two programs do all the work: one runs the
+    models on new prompts, and one calls the target. For a list, both are compiled once. For another
+    iterable, whose longest prompt is not known, they are compiled again when a prompt is longer
+    than the power of two that held all before it. Arguments that are not listed are as in
+    `generate`.
 
     Args:
       key: [] typed key; consumed.
@@ -160,7 +160,8 @@ def _number_of(prompts: Any, *policies: Policy | None) -> int | None:
     """Returns the number of prompts of a list, or None for another iterable.
 
     Raises:
-      UserError: there is no number, but policies for each prompt; or nothing can be iterated over.
+      UserError: `prompts` is not iterable, or its length is unknown and a policy has one value per
+        prompt.
     """
     is_array = isinstance(prompts, (np.ndarray, jax.Array))
     if isinstance(prompts, Sequence) or (is_array and prompts.ndim):

@@ -180,16 +180,17 @@ def _decode(
             lines[done.index] = _line(answer)
             file.write(lines[done.index])
             file.flush()
-            if not totals.answers:  # The speed is that after compilation.
-                first, others = time.monotonic(), -len(answer["tokens"])
+            if not totals.answers:  # The speed on the bar is that after compilation.
+                first, compiled_with = time.monotonic(), len(answer["tokens"])
             totals = Totals(
                 answers=totals.answers + 1,
                 tokens=totals.tokens + len(answer["tokens"]),
                 calls=totals.calls + done.target_calls,
                 seconds=time.monotonic() - started,
             )
-            speed = (totals.tokens + others) / (time.monotonic() - first)
-            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            if totals.answers > 1:
+                speed = (totals.tokens - compiled_with) / (time.monotonic() - first)
+                bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             bar.update()
     return totals
 
