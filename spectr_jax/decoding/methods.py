@@ -222,6 +222,8 @@ METHODS: dict[str, Factory] = {
     "gsd": partial(_on_any_tree, TokenByToken(_plan("recursive_without_replacement"))),
     # Traversal verification, from the leaves to the root: Weng et al., 2025.
     "traversal": partial(_on_any_tree, verifiers.Traversal()),
+    # The same for i.i.d. drafts, as compared by Thomas et al., 2026 (arXiv 2602.16994).
+    "traversal_iid": partial(_on_iid_drafts, verifiers.Traversal(transport.rules.IID)),
     # Exponential races: ERSD, Algorithm 5. The output does not depend on the draft model.
     "ersd": partial(_on_any_tree, TokenByToken(_plan("race"))),
     # The likeliest tokens and one draw, with the optimal plan for them: Hu et al., 2025.

@@ -43,6 +43,7 @@ METHODS = {
     "gsd wide": ("gsd", {"tree": WIDE}),
     "traversal specinfer": ("traversal", {"tree": "specinfer:8"}),
     "traversal wide": ("traversal", {"tree": WIDE}),
+    "traversal_iid uneven": ("traversal_iid", {"tree": UNEVEN}),
     "ersd wide": ("ersd", {"tree": WIDE}),
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
     "lookup L=3": ("lookup", {"draft_length": 3}),

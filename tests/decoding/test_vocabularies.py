@@ -31,7 +31,7 @@ from spectr_jax.transport.draws import draw
 
 CALLS = {1_024: 100_000, 8_192: 20_000}
 FEWER_CALLS = {1_024: 25_000, 8_192: 5_000}
-SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal"}
+SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal", "traversal_iid"}
 """Methods that get fewer calls."""
 CONTEXTS = 2
 HEAD = 100
@@ -45,6 +45,7 @@ VERIFIERS = {
     "otm_layer": (Layer(16), "2x2"),
     "gbv": (MultiPath(), "2x2"),
     "traversal": (Traversal(), "2,1"),
+    "traversal_iid": (Traversal(rules.IID), "2,1"),
     "recycle": (FromTarget(), "2,1"),
 }
 

@@ -16,6 +16,12 @@ r_u' = \frac{\sum (r_u q_u - p_u)_+}{\sum (r_u q_u - p_u)_+ + 1 - r_u}, \qquad
 p_u' = N (p_u \text{ without } x),$$
 
 where N normalises. The root is accepted if no other node is. On a chain this is block verification.
+
+Drafts may be i.i.d. instead (`rule`; Thomas et al., 2026, arXiv 2602.16994, compare this variant).
+Then p stays as it is after a rejection, and nodes that spell the same tokens count as one node with
+the children of all. This is exact, because the probability that the output passes through a node is
+its initial score, however many drafts are below it. A repeated sibling is visited, but its score is
+0.
 """
 
 import dataclasses
@@ -28,13 +34,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from spectr_jax.decoding.scored import ScoredTree
-from spectr_jax.decoding.tree import Tree
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.decoding.verifiers.base import Selection, Verifier
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import normalised, or_else
 from spectr_jax.transport.draws import uniform
+from spectr_jax.transport.rules import Rule
 from spectr_jax.transport.types import BoolScalar, IntScalar
+from spectr_jax.utils.errors import UserError
 
 
 class _State(NamedTuple):
@@ -49,20 +56,32 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traversal(Verifier):
-    """Verifies from the leaves to the root, for drafts without replacement."""
+    """Verifies from the leaves to the root.
 
-    rule = rules.WITHOUT_REPLACEMENT
+    Attributes:
+      rule: how siblings are drawn, without replacement or i.i.d.
+
+    Raises:
+      UserError: siblings are drawn by another rule.
+    """
+
+    rule: Rule = rules.WITHOUT_REPLACEMENT
+
+    def __post_init__(self) -> None:
+        known = (rules.WITHOUT_REPLACEMENT, rules.IID)
+        if self.rule not in known:
+            raise UserError(f"rule={self.rule!r}: must be one of {known}")
 
     def __call__(self, key: PRNGKeyArray, scored: ScoredTree) -> Selection:
         tree, depths = scored.tree, jnp.asarray(scored.tree.depth)
-        nodes, begins = map(jnp.asarray, _visits(tree))
+        nodes, begins = _visits(scored)
         accept_key, token_key = jax.random.split(jax.random.fold_in(key, scored.length))
         # The root is always accepted.
         uniforms = uniform(accept_key, (tree.size + 1,)).at[0].set(-1)
 
         def step(state: _State) -> _State:
             node, begin = nodes[state.visit], begins[state.visit]
-            end = functools.partial(_ended, uniforms)
+            end = functools.partial(_ended, self.rule, uniforms)
             state = jax.lax.cond(begin, _begun, end, scored, state, node)
             return state._replace(visit=state.visit + 1)
 
@@ -72,9 +91,9 @@ class Traversal(Verifier):
         )
         last = base.repeat(scored, len(nodes), lambda state: ~state.accepted, step, start)
         node = nodes[last.visit - 1]
-        children = jnp.asarray(np.sum(tree.children_table >= 0, axis=1, dtype=np.int32))
+        counts = base.counts(scored, base.candidates(scored, self.rule))
         token = base.last_token(token_key, last.q[depths[node]])
-        return base.ending_at(scored, node, token, children)
+        return base.ending_at(scored, node, token, counts)
 
 
 def _begun(scored: ScoredTree, state: _State, node: IntScalar) -> _State:
@@ -91,7 +110,7 @@ def _begun(scored: ScoredTree, state: _State, node: IntScalar) -> _State:
 
 
 def _ended(
-    uniforms: Float[Array, " nodes"], scored: ScoredTree, state: _State, node: IntScalar
+    rule: Rule, uniforms: Float[Array, " nodes"], scored: ScoredTree, state: _State, node: IntScalar
 ) -> _State:
     """Returns the state after the decision on `node`; if it is rejected, its parent is updated."""
     depth, token = jnp.asarray(scored.tree.depth)[node], scored.tokens[node]
@@ -101,26 +120,30 @@ def _ended(
     residual = jnp.maximum(score * q - p, 0)
     mass = base.residual_mass(residual, q, score)
     lost = ~accepted & (p[token] > 0)  # A draft that p cannot draw carries no information.
+    rest = normalised(p.at[token].set(0)) if rule.distinct else p
     left = jnp.where(mass > 0, mass / jnp.maximum(mass + (1 - score), jnp.finfo(p.dtype).tiny), 0)
     return state._replace(
         accepted=accepted,
         score=state.score.at[above].set(jnp.where(lost, jnp.minimum(left, 1), score)),
         q=state.q.at[above].set(jnp.where(lost, normalised(or_else(residual, q)), q)),
-        p=state.p.at[above].set(jnp.where(lost, normalised(p.at[token].set(0)), p)),
+        p=state.p.at[above].set(jnp.where(lost, rest, p)),
     )
 
 
-def _visits(tree: Tree) -> tuple[Int[np.ndarray, " visits"], Bool[np.ndarray, " visits"]]:
+def _visits(scored: ScoredTree) -> tuple[Int[Array, " visits"], Bool[Array, " visits"]]:
     """Returns the node of each visit, depth first, and whether it is the first visit of that node.
 
-    A node is visited before its children, to get its score, and after them, to be decided.
+    A node is visited before its children, to get its score, and after them, to be decided. Of nodes
+    that spell the same tokens, one with children, if there is any, gets the children of all and the
+    place of the first.
     """
-    visits, stack = [], [(0, True)]
-    while stack:
-        node, first = stack.pop()
-        visits.append((node, first))
-        if first:
-            stack.append((node, False))
-            stack += [(int(child), True) for child in tree.children_table[node][::-1] if child >= 0]
-    nodes, begins = zip(*visits, strict=True)
-    return np.array(nodes, np.int32), np.array(begins)
+    tree, alike = scored.tree, scored.spelled_alike()
+    nodes, depth, above = np.arange(tree.size + 1), tree.depth[:, None], np.arange(tree.height) + 1
+    first = jnp.argmax(alike, axis=1)
+    chosen = jnp.argmax(alike * (1 + tree.is_inner), axis=1)
+    place = jnp.where(nodes == chosen, first, jnp.where(nodes == first, chosen, nodes))
+    # Visits are sorted by their paths, in which 0 comes before all children and N + 1 after them.
+    path = jnp.where(above < depth, first[tree.paths], place[tree.paths])
+    begin, end = (jnp.where(above <= depth, path, pad) for pad in (0, tree.size + 1))
+    order = jnp.lexsort(jnp.concatenate([begin, end]).T[::-1])
+    return order % len(nodes), order < len(nodes)
