@@ -17,7 +17,7 @@ from spectr_jax.utils.files import expanded
 with cli.importing():
     from ml_collections import config_flags
 
-TABLES = ("tokens_per_call", "trees", "latency", "auto", "quality", "spec_bench")
+TABLES = ("tokens_per_call", "trees", "frontier", "latency", "auto", "quality", "spec_bench")
 EXPERIMENTS = {**{name: name for name in TABLES}, "figures": "figures.acceptance"}
 """The modules in `experiments/`, by the name that a config gives in `experiment`."""
 

@@ -62,6 +62,28 @@ def trees_config() -> ml_collections.ConfigDict:
     )
 
 
+def frontier_config() -> ml_collections.ConfigDict:
+    """Returns the config of methods on the same i.i.d. drafts, which branch once."""
+    fields = decoding_config()
+    del fields["temperature"], fields["top_p"]
+    return _config(
+        "frontier",
+        fields,
+        draft="2m",
+        # The choices of the first one continue the sequences.
+        methods=(
+            *("spectr", "recursive", "naive", "otm", "otm_block", "traversal_iid", "gbv"),
+            "otm_layer",
+        ),
+        paths=(2, 3, 4),  # K.
+        draft_length=8,  # L, of each path.
+        stems=(0, 1, 2, 4),  # Tokens that all paths share.
+        policies=((1.0, 1.0), (0.6, 1.0), (1.0, 0.9)),  # Temperature and top-p.
+        contexts=16,  # Prompts of the comparison with the optimum.
+        calls=10_000,  # Simulated for each of them and each method.
+    )
+
+
 def latency_config() -> ml_collections.ConfigDict:
     """Returns the config of call times (SpecTr, Tables 1 and 3) and of the phases of a call."""
     return _config(
