@@ -52,7 +52,7 @@ def trees_config() -> ml_collections.ConfigDict:
         methods=(
             *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+"),
             *("spectr++", "otm", "gbv", "gbv_conditional", "otm_block", "otm_layer", "gsd"),
-            *("traversal", "ersd", "greedy_drafts"),
+            *("traversal", "traversal_iid", "ersd", "greedy_drafts"),
         ),
         sizes=(8, 16, 32, 64),  # N, drafted tokens per call.
         draft_length=8,  # L of i.i.d. chains, and the largest height of searched trees.
