@@ -5,8 +5,6 @@
 Then train with --config.data.train=packed:packed. After a stop the same command resumes.
 """
 
-import os
-
 from absl import flags
 
 from spectr_jax.utils import cli
@@ -71,10 +69,7 @@ def main():
                 sample = sample_sentences(sentences, _SENTENCES.value, seed=0)
                 train_tokenizer(sample, tokenizer_path, wanted)
         tokenizer = Tokenizer(tokenizer_path)
-    if not finished:
-        print(f"packing {len(sentences):,} sentences", flush=True)
-    workers = _WORKERS.value or len(os.sched_getaffinity(0))
-    index = packing.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value, workers)
+    index = packing.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value, _WORKERS.value)
     rows = sum(index["rows"].values())
     filled = index["tokens"] / (rows * index["length"])
     already = "is packed already: " if finished else ""

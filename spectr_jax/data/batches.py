@@ -1,132 +1,74 @@
-"""Turns sentences or packed rows into batches with Grain.
+"""Batches of packed rows. The batch of a step is a function of the rows, the seed and the step.
 
 Several sentences share a row. `segments` numbers them (0 is padding) so that none attends to
 another, and `positions` starts at 0 in each. Inputs are BOS and the pieces; targets are the pieces
 and EOS.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import grain
 import numpy as np
 
-from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.packed import PackedRows, ShuffledRows
-from spectr_jax.data.packing import PACKING_BINS, encode
-from spectr_jax.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.tokenizer import BOS, EOS, PAD
 
-PREFETCHED_BATCHES = 4
+READ_AHEAD = 4
+"""Number of batches that a thread reads before they are needed."""
+
+Batch = dict[str, np.ndarray]
+Batches = Callable[[int, slice], Batch]
+"""Returns the rows of a slice of a step's batch. Steps count from 0."""
 
 
 def training_batches(
-    corpus: Sentences | PackedRows,
-    tokenizer: Tokenizer,
-    *,
-    batch_size: int,
-    length: int,
-    seed: int,
-    streams: int = 1,
-    mine: slice = slice(None),
-) -> grain.IterDataset:
-    """Returns an endless, shuffled pipeline of packed batches. Each epoch has its own order.
+    sources: Sequence[tuple[PackedRows, int]], batch_of: Callable[[np.ndarray], Batch], seed: int
+) -> Batches:
+    """Returns the batches over `sources`, each given with its number of rows in a batch.
 
-    A batch is a dict of `inputs`, `targets`, `segments`, `positions`, int32 [B, length], where B is
-    this process's share of `batch_size`. `positions_of` and `go_to` get and set the position of an
-    iterator.
-
-    Sentence i (or packed row i) belongs to stream i modulo `streams`. Each stream is shuffled and
-    packed separately, and a batch takes the same number of rows from each. Batches therefore depend
-    on the number of streams, not on the number of processes, each of which reads the streams `mine`
-    (`hosts.own_share`). `streams` divides `batch_size`, and none is empty.
+    The rows of a batch are in the order of the sources. `batch_of` maps those of one source to
+    arrays [rows, ...].
     """
-    if isinstance(corpus, PackedRows):
-        return row_batches(corpus, _batch_of, batch_size, seed, streams, mine)
+    owners = np.repeat(np.arange(len(sources)), [size for _, size in sources])
 
-    def rows_of_stream(stream: int) -> grain.IterDataset:
-        sentences = shuffled(corpus, seed, stream, streams)
-        rows = _packed_rows(sentences, tokenizer, length, threads=0)
-        return rows.batch(batch_size // streams)
+    def batch(step: int, mine: slice) -> Batch:
+        ranges = [np.arange(step * size, (step + 1) * size) for _, size in sources]
+        places, owner, parts = np.concatenate(ranges)[mine], owners[mine], []
+        for number in np.unique(owner):
+            source, _ = sources[number]
+            rows = shuffled(len(source), seed, places[owner == number])
+            parts.append(batch_of(source.take(rows)))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    return mixed_batches([rows_of_stream], _batch_of, streams, mine)
-
-
-def shuffled(corpus: Sentences, seed: int, stream: int, streams: int) -> grain.MapDataset:
-    """Returns the sentences of one stream, endlessly, in a new order in each epoch."""
-    return grain.MapDataset.source(corpus)[stream::streams].seed(seed + stream).shuffle().repeat()
+    return batch
 
 
-def row_batches(
-    rows: PackedRows,
-    batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
-    batch_size: int,
-    seed: int,
-    streams: int = 1,
-    mine: slice = slice(None),
-) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` for packed rows. `batch_of` makes a batch of rows."""
-    share = functools.partial(ShuffledRows, rows, batch_size // streams, seed, streams)
-    return mixed_batches([share], batch_of, streams, mine)
+def shuffled(count: int, seed: int, places: np.ndarray) -> np.ndarray:
+    """Returns the rows at `places` of an endless order of `count` rows, int [places].
 
-
-def mixed_batches(
-    rows_of_streams: Sequence[Callable[[int], grain.IterDataset]],
-    batch_of: Callable[[np.ndarray], dict[str, np.ndarray]],
-    streams: int,
-    mine: slice,
-) -> grain.IterDataset:
-    """Returns the pipeline of `training_batches` over several sources.
-
-    `rows_of_streams` has a function for each source, which maps the index of a stream to a dataset
-    of arrays of rows. A batch concatenates one array from each stream of each source.
+    Each epoch, `count` places, has every row once, in an order of its own.
     """
-    parts = [rows_of(stream) for stream in range(streams)[mine] for rows_of in rows_of_streams]
-    batches = grain.experimental.ZipIterDataset(parts).map(
-        lambda rows: batch_of(np.concatenate(rows))
-    )
-    return grain.experimental.ThreadPrefetchIterDataset(
-        batches, prefetch_buffer_size=PREFETCHED_BATCHES
-    )
+    epochs, places = np.divmod(places, count)
+    seeds = {
+        epoch: int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+        for epoch in set(epochs.tolist())
+    }
+    rows = [
+        grain.experimental.index_shuffle(place, count - 1, seeds[epoch], 4)
+        for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)
+    ]
+    return np.array(rows)
 
 
-def positions_of(iterator: grain.DatasetIterator) -> list[dict[str, Any]]:
-    """Returns the position in each stream of this process, as JSON values."""
-    return iterator.get_state()["parents"]
+def read_ahead(batches: Batches, mine: slice, first: int, end: int) -> grain.DatasetIterator:
+    """Returns the slice `mine` of the batches of steps `first` to `end` - 1. A thread reads them
+    ahead until the iterator is closed."""
+    steps = grain.MapDataset.range(first, end).map(lambda step: batches(step, mine))
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    return iter(steps.to_iter_dataset(options))
 
 
-def go_to(iterator: grain.DatasetIterator, positions: list[dict[str, Any]]) -> None:
-    """Sets the position in each stream of this process."""
-    iterator.set_state({"parents": positions})
-
-
-def evaluation_batches(
-    sentences: Sentences, tokenizer: Tokenizer, *, batch_size: int, length: int
-) -> grain.IterDataset:
-    """Returns all sentences once, in order, packed. The last batch may have fewer rows."""
-    rows = _packed_rows(grain.MapDataset.source(sentences), tokenizer, length)
-    return rows.batch(batch_size, drop_remainder=False).map(_batch_of)
-
-
-def _packed_rows(
-    dataset: grain.MapDataset, tokenizer: Tokenizer, length: int, threads: int = 1
-) -> grain.IterDataset:
-    """Returns packed targets [length] of the sentences in `dataset`."""
-    encoded = dataset.map(
-        lambda sentence: {"targets": np.asarray(encode(sentence, tokenizer, length), np.int32)}
-    )
-    rows = grain.experimental.FirstFitPackIterDataset(
-        encoded.to_iter_dataset(
-            grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-        ),
-        length_struct={"targets": length},
-        num_packing_bins=PACKING_BINS,
-        shuffle_bins=False,
-    )
-    return rows.map(lambda row: row["targets"])
-
-
-def _batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
+def batch_of(targets: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the batch of packed targets [B, length].
 
     A sentence begins after each EOS. PAD follows only the last sentence, and a cut sentence without

@@ -1,9 +1,8 @@
 """A corpus to train on: text, or packed rows, which `packing.pack` wrote."""
 
 import json
-from typing import Any
+import pathlib
 
-import grain
 import numpy as np
 
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, open_sentences
@@ -13,7 +12,7 @@ from spectr_jax.utils.files import digest, expanded, parse_json, read_text
 
 
 class PackedRows:
-    """Random access to rows of shards that are memory-mapped or in memory: uint16 [length], or
+    """Random access to rows of shards that are memory-mapped or in memory: tokens [length], or
     structured ones (`distillation.labels`).
 
     `tokenizer_digest` identifies the tokenizer that made them (of labels, its vocabulary), and
@@ -55,54 +54,6 @@ class PackedRows:
         return np.stack([self._shards[shard][index] for shard, index in places])
 
 
-class ShuffledRows(grain.IterDataset):
-    """Endless arrays [count, length] of every `streams`-th row starting at row `stream`, each row
-    once per epoch, in a new order. Each stream has a seed of its own, `seed + stream`.
-
-    Grain yields rows one by one, at 40 us each under the interpreter's lock, which is too slow for
-    small models on a fast GPU. Order and position (a number of rows) are those of Grain's own
-    shuffle, so either can resume a run of the other.
-    """
-
-    def __init__(self, rows: PackedRows, count: int, seed: int, streams: int, stream: int):
-        super().__init__()
-        self._rows, self._stream, self._streams = rows, stream, streams
-        self._rows_per_epoch = len(range(stream, len(rows), streams))
-        # As `seed(...).shuffle()` of Grain.
-        self._seed = int(np.random.SeedSequence((seed + stream, 1)).generate_state(1)[0])
-        self.count = count
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Iterator(self)
-
-    def rows_from(self, first: int) -> np.ndarray:
-        """Returns `count` rows, starting at row `first` counted over all epochs."""
-        epochs, places = np.divmod(np.arange(first, first + self.count), self._rows_per_epoch)
-        seeds = (self._seed + epochs) % 2**32
-        shuffled = [
-            grain.experimental.index_shuffle(place, self._rows_per_epoch - 1, seed, 4)
-            for place, seed in zip(places.tolist(), seeds.tolist(), strict=True)
-        ]
-        return self._rows.take(self._stream + self._streams * np.array(shuffled))
-
-
-class _Iterator(grain.DatasetIterator):
-    def __init__(self, dataset: ShuffledRows):
-        super().__init__()
-        self._dataset, self._next = dataset, 0
-
-    def __next__(self) -> np.ndarray:
-        rows = self._dataset.rows_from(self._next)
-        self._next += self._dataset.count
-        return rows
-
-    def get_state(self) -> dict[str, Any]:
-        return {"next_index": self._next}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._next = state["next_index"]
-
-
 def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRows:
     """Returns a training corpus: `packed:FOLDER` written by `packing.pack`, or what
     `open_sentences` takes.
@@ -110,9 +61,14 @@ def open_corpus(spec: str, tfds_dir: str | None = None) -> Sentences | PackedRow
     Raises:
       UserError: it is missing, empty or damaged.
     """
-    if not spec.startswith(PACKED_PREFIX):
-        return open_sentences(spec, tfds_dir)
-    folder = expanded(spec.removeprefix(PACKED_PREFIX))
+    if spec.startswith(PACKED_PREFIX):
+        return open_packed(expanded(spec.removeprefix(PACKED_PREFIX)))
+    return open_sentences(spec, tfds_dir)
+
+
+def open_packed(folder: pathlib.Path) -> PackedRows:
+    """Returns the rows that `packing.pack` wrote. Raises `UserError` if they are missing or
+    damaged."""
     try:
         index = parse_json(read_text(folder / INDEX))
         if index["format"] != FORMAT:

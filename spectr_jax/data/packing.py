@@ -1,5 +1,5 @@
-"""Packs a corpus: tokenizes it once, and writes shards of uint16 rows that are read many times
-faster than text.
+"""Packs a corpus: tokenizes it once, and writes shards of rows that are read many times faster than
+text.
 
 A row holds the targets of several sentences, each ended by EOS, then padding. A cut sentence fills
 a row of its own. The tokens themselves show where each sentence begins.
@@ -15,7 +15,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -45,31 +45,52 @@ def pack(
     processes: int = 1,
 ) -> dict[str, Any]:
     """Packs all sentences in order into `folder`: shards, tokenizer.model and finally an index,
-    which is returned: format, length, digests of the tokenizer and of the corpus, rows of each
-    shard, and the numbers of sentences and tokens.
+    which is returned; see `pack_shards`.
 
     Sentences are cut to `length` tokens. With `compress` shards are compressed with xz, for
-    copying; opening them then takes seconds longer. Each shard has the same number of sentences, so
-    the result does not depend on the number of `processes`. The shards of a call that was stopped
-    are kept. If the folder holds the whole corpus already, nothing is written. With several
-    processes, a program of your own needs `if __name__ == "__main__"`, as they import it.
+    copying; opening them then takes seconds longer.
 
     Raises:
-      UserError: the vocabulary is too large for uint16, the folder holds other text or other
-        settings, or a process was killed.
+      UserError: as `pack_shards`.
     """
-    if tokenizer.vocab_size > 2**16:
-        raise UserError(
-            f"{tokenizer.vocab_size} pieces do not fit 16 bits; train a vocabulary of at most 65536"
-        )
     settings = {
         "format": FORMAT,
         "length": length,
+        "tokenizer_sha256": digest(tokenizer.proto),
+        "compress": compress,
+    }
+    rows_of = functools.partial(pack_rows, tokenizer=tokenizer, length=length)
+    index = pack_shards(sentences, rows_of, folder, settings, processes)
+    copy = folder / "tokenizer.model"
+    if not copy.exists() or copy.read_bytes() != tokenizer.proto:
+        write_whole(copy, tokenizer.proto)
+    return index
+
+
+def pack_shards(
+    sentences: Sentences,
+    rows_of: Callable[[Iterable[str]], np.ndarray],
+    folder: pathlib.Path,
+    settings: dict[str, Any],
+    processes: int = 1,
+) -> dict[str, Any]:
+    """Writes the rows that `rows_of` makes of all sentences as shards into `folder`, and finally
+    the index, which is returned: `settings`, digests of the corpus, the rows of each shard, and the
+    numbers of sentences and tokens.
+
+    Each shard has the same number of sentences, so the result does not depend on the number of
+    `processes` (0: one per core). The shards of a call that was stopped are kept. If the folder
+    holds the whole corpus already, nothing is written. For more sentences than a shard has, a
+    program of your own needs `if __name__ == "__main__"`, because the processes import it.
+
+    Raises:
+      UserError: the folder holds other text or other settings, or a process was killed.
+    """
+    settings = {
+        **settings,
         "sentences": len(sentences),
         "corpus": corpus_digest(sentences),
         "content": content_digest(sentences),  # Versions up to 0.3.0 know `corpus` only.
-        "tokenizer_sha256": digest(tokenizer.proto),
-        "compress": compress,
         "sentences_a_shard": SENTENCES_A_SHARD,
     }
     if finished := _finished(folder, settings):
@@ -77,19 +98,19 @@ def pack(
     folder.mkdir(parents=True, exist_ok=True)
     known = (folder / INDEX).exists() or (folder / STARTED).exists()
     starts = range(0, len(sentences), SENTENCES_A_SHARD)
-    suffix = ".npy" + ".xz" * compress
+    suffix = ".npy" + ".xz" * settings.get("compress", False)
     # Those of versions up to 0.3.0, named train-*, had a fixed number of rows and cannot be kept.
     paths = [folder / f"part-{number:05d}{suffix}" for number in range(len(starts))]
     if not known:  # Nothing says of which text such shards are.
         for path in paths:
             path.unlink(missing_ok=True)
-    write_whole(folder / "tokenizer.model", tokenizer.proto)
     write_json(folder / STARTED, settings)
+    print(f"packing {len(sentences):,} sentences: {folder}", flush=True)
     tasks = (
-        (part(sentences, first, min(first + SENTENCES_A_SHARD, len(sentences))), path, length)
+        (part(sentences, first, min(first + SENTENCES_A_SHARD, len(sentences))), path, rows_of)
         for first, path in zip(starts, paths, strict=True)
     )
-    counts = _run_all(tasks, len(paths), processes)
+    counts = _run_all(tasks, len(paths), processes or _cores())
     rows = {path.name: count for path, (count, _) in zip(paths, counts, strict=True)}
     index = {**settings, "tokens": sum(tokens for _, tokens in counts), "rows": rows}
     write_json(folder / INDEX, index)
@@ -98,14 +119,16 @@ def pack(
 
 
 def read_shards(folder: pathlib.Path, index: dict[str, Any]) -> list[np.ndarray]:
-    """Returns the rows of each shard, uint16 [R, length]; memory-mapped unless it is compressed.
+    """Returns the rows of each shard, memory-mapped unless it is compressed: tokens [R, length], or
+    structured [R].
 
     Raises an error of `DAMAGE` if a shard is missing or damaged.
     """
     shards = [_read(folder / name) for name in index["rows"]]
     for shard, (name, rows) in zip(shards, index["rows"].items(), strict=True):
-        if shard.shape != (rows, index["length"]):
-            raise ValueError(f"{name} has shape {shard.shape}, not {(rows, index['length'])}")
+        shape = (rows, index["length"])[: 1 if shard.dtype.names else 2]
+        if shard.dtype != shards[0].dtype or shard.shape != shape:
+            raise ValueError(f"{name} has {shard.dtype} {shard.shape}, not {shape}")
     return shards
 
 
@@ -113,10 +136,13 @@ def _read(path: pathlib.Path) -> np.ndarray:
     compressed = path.suffix == ".xz"
     file = io.BytesIO(lzma.decompress(path.read_bytes())) if compressed else path
     rows = np.load(file, mmap_mode=None if compressed else "r")
-    if rows.dtype != np.uint16:
-        raise ValueError(f"{path.name} has {rows.dtype}, not uint16")
     # Still memory-mapped, without the overhead of NumPy's memmap for each row.
     return np.asarray(rows)
+
+
+def token_type(vocab_size: int) -> type[np.unsignedinteger]:
+    """Returns the type of stored tokens."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def encode(sentence: str, tokenizer: AnyTokenizer, length: int) -> list[int]:
@@ -124,31 +150,36 @@ def encode(sentence: str, tokenizer: AnyTokenizer, length: int) -> list[int]:
     return [*tokenizer.encode(sentence), EOS][:length]
 
 
-def first_fit(sentences: Iterable[str], tokenizer: AnyTokenizer, length: int) -> np.ndarray:
-    """Returns the packed targets of all sentences, uint16 [R, length].
+def pack_rows(sentences: Iterable[str], tokenizer: AnyTokenizer, length: int) -> np.ndarray:
+    """Returns the packed targets of all sentences, [R, length]."""
+    targets = [encode(sentence, tokenizer, length) for sentence in sentences]
+    places, count = first_fit(map(len, targets), length)
+    rows = np.full((count, length), PAD, token_type(tokenizer.vocab_size))
+    for (row, start), tokens in zip(places, targets, strict=True):
+        rows[row, start : start + len(tokens)] = tokens
+    return rows
 
-    The rows are those of `batches.evaluation_batches`: Grain's first-fit packing, which takes
-    several times as long.
+
+def first_fit(sizes: Iterable[int], length: int) -> tuple[list[tuple[int, int]], int]:
+    """Returns the row and the column at which each sequence begins, and the number of rows.
+
+    A sequence joins the first row with room for it. If there is none among `PACKING_BINS` rows,
+    these are finished, and new ones begin.
     """
-    packed: list[np.ndarray] = []
-    bins: list[list[int]] = []
-    for sentence in sentences:
-        targets = encode(sentence, tokenizer, length)
-        room = length - len(targets)
-        for row in bins:
-            if len(row) <= room:
-                row += targets
-                break
-        else:
-            if len(bins) == PACKING_BINS:
-                packed.append(_padded(bins, length))
-                bins = []
-            bins.append(targets)
-    return np.concatenate([*packed, _padded(bins, length)])
-
-
-def _padded(rows: list[list[int]], length: int) -> np.ndarray:
-    return np.array([row + [PAD] * (length - len(row)) for row in rows], np.uint16)
+    places: list[tuple[int, int]] = []
+    filled: list[int] = []
+    finished = 0
+    for size in sizes:
+        row = 0
+        while row < len(filled) and filled[row] + size > length:
+            row += 1
+        if row == PACKING_BINS:
+            finished, filled, row = finished + PACKING_BINS, [], 0
+        if row == len(filled):
+            filled.append(0)
+        places.append((finished + row, filled[row]))
+        filled[row] += size
+    return places, finished + len(filled)
 
 
 def _finished(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -166,7 +197,7 @@ def _finished(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any] 
         if differs:
             raise UserError(
                 f"{str(folder)!r} holds a packed corpus of other text or settings "
-                f"({'; '.join(differs)}); choose another --out"
+                f"({'; '.join(differs)}); choose another folder, or remove that one"
             )
         if path.name == INDEX:
             with contextlib.suppress(*DAMAGE):
@@ -189,7 +220,7 @@ def _run_all(tasks: Iterable[tuple], count: int, processes: int) -> list[tuple[i
         except BrokenProcessPool as error:
             raise UserError(
                 f"one of {processes} processes was killed, probably for its memory; give the same "
-                "command with fewer --workers: it resumes"
+                "command again, which resumes, or spectr_jax.pack with fewer --workers"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -221,14 +252,23 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _shard(sentences: Iterable[str], path: pathlib.Path, length: int) -> tuple[int, int]:
+def _shard(
+    sentences: Iterable[str], path: pathlib.Path, rows_of: Callable[[Iterable[str]], np.ndarray]
+) -> tuple[int, int]:
     """Writes a shard, unless it is whole already. Returns its numbers of rows and tokens."""
     try:
         rows = _read(path)
     except DAMAGE:
-        rows = first_fit(sentences, Tokenizer(path.with_name("tokenizer.model")), length)
+        rows = rows_of(sentences)
         file = io.BytesIO()
         np.save(file, rows)
         content = file.getvalue()
         write_whole(path, lzma.compress(content) if path.suffix == ".xz" else content)
-    return len(rows), int(np.count_nonzero(rows != PAD))
+    real = rows["segments"] if rows.dtype.names else rows
+    return len(rows), int(np.count_nonzero(real))  # 0 is padding in both.
+
+
+def _cores() -> int:
+    """Returns the number of cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Only Linux has it.
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -41,7 +41,6 @@ def distil_config() -> ml_collections.ConfigDict:
                 # Each set is scored separately; the first one selects the best checkpoint.
                 "heldout": ("labels/heldout",),
                 "heldout_rows": 128,  # Scores this many rows of each set, from the first.
-                "streams": 8,
             },
             "loss": "kl",  # One of `distillation.losses.LOSSES`.
             "cross_entropy": 0.0,  # Weight of that loss (of the text's next token) besides `loss`.

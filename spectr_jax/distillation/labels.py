@@ -11,12 +11,12 @@ import json
 import pathlib
 from typing import Any
 
-import grain
 import ml_collections
 import numpy as np
 
-from spectr_jax.data.batches import row_batches
+from spectr_jax.data.batches import Batches, training_batches
 from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packing import token_type
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
 
@@ -41,7 +41,7 @@ def row_type(
     `drafted` is False in older folders. `labelled` is False in rows that the teacher labels during
     training.
     """
-    token = np.uint16 if vocab_size <= 2**16 else np.uint32
+    token = token_type(vocab_size)
     fields: list[Any] = [("tokens", token, (length,)), ("segments", np.uint16, (length,))]
     if drafted:
         fields.append(("drafted", np.bool_, (length,)))
@@ -88,19 +88,13 @@ class LabelledRows(PackedRows):
         """Tokens per row."""
         return self._shards[0].dtype["tokens"].shape[0]
 
-    def sources(self, config: ml_collections.ConfigDict) -> list[tuple[int, int]]:
-        """Returns the number of rows, and how many a batch has of them."""
-        return [(len(self), config.batch_size)]
-
     def digests(self) -> dict[str, Any]:
         """Returns digests of what a run reads, by the fields that name it."""
         return {"data.train": self.digest()}
 
-    def batches(
-        self, config: ml_collections.ConfigDict, streams: int, mine: slice = slice(None)
-    ) -> grain.IterDataset:
-        """Returns an endless, shuffled pipeline of batches; see `data.batches.training_batches`."""
-        return row_batches(self, batch_of, config.batch_size, config.seed, streams, mine)
+    def batches(self, config: ml_collections.ConfigDict, _: pathlib.Path) -> Batches:
+        """Returns the batches of these rows."""
+        return training_batches([(self, config.batch_size)], batch_of, config.seed)
 
     def heldout(self, config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
         """Returns the first rows of each held-out folder, by the last part of its path.

@@ -1,8 +1,8 @@
 """Text that a teacher labels while its student learns, so that no labels are stored.
 
-A source is a corpus, which is encoded and packed while it is read, or a folder of rows written by
-`spectr_jax.label`, such as chats, of which only the tokens are read. Each source has a fixed share
-of the rows of a batch.
+A source is a corpus, which is encoded and packed before the first step, or a folder of rows written
+by `spectr_jax.label`, such as chats, of which only the tokens are read. Each source has a fixed
+share of the rows of a batch.
 """
 
 import functools
@@ -10,22 +10,25 @@ import pathlib
 import re
 from typing import Any
 
-import grain
 import ml_collections
 import numpy as np
 
-from spectr_jax.data import batches
+from spectr_jax.data.batches import Batches, training_batches
 from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
-from spectr_jax.data.packed import ShuffledRows
+from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packing import INDEX, pack_shards, read_shards
 from spectr_jax.distillation import labels
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.distillation.labels import LabelledRows
 from spectr_jax.loading.by_name import Trained
 from spectr_jax.models.base import features_shown
+from spectr_jax.models.formats.runs import PACKED
 from spectr_jax.models.frozen import Frozen, digest, freeze
+from spectr_jax.training.preparation import pack_once
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import expanded
+from spectr_jax.utils.files import expanded, read_json
 
+FORMAT = "spectr_jax/text/1"
 COUNTED_ROWS = 2_048
 """Number of rows in which tokens are counted."""
 
@@ -68,9 +71,8 @@ class OnlineRows:
                     "the corpus"
                 )
 
-    def sources(self, config: ml_collections.ConfigDict) -> list[tuple[int, int]]:
-        """Returns for each source its number of sentences or rows, and how many rows a batch has of
-        it by `data.shares`."""
+    def shares(self, config: ml_collections.ConfigDict) -> tuple[int, ...]:
+        """Returns how many rows a batch has of each source by `data.shares`."""
         shares = tuple(config.data.shares)
         shares = shares * len(self.counts) if len(shares) == 1 else shares
         rows, remainders = zip(
@@ -82,7 +84,7 @@ class OnlineRows:
                 f"{config.batch_size} among the {len(self.counts)} sources of data.train; give one "
                 "positive integer each, whose sum divides the batch size"
             )
-        return list(zip(self.counts, rows, strict=True))
+        return rows
 
     def digests(self) -> dict[str, Any]:
         """Returns digests of the sources and of the teacher, by the fields that name them."""
@@ -91,32 +93,39 @@ class OnlineRows:
             "teacher": digest(self.frozen),
         }
 
-    def batches(
-        self, config: ml_collections.ConfigDict, streams: int, mine: slice = slice(None)
-    ) -> grain.IterDataset:
-        """Returns an endless, shuffled pipeline of batches without labels; see
-        `data.batches.training_batches`.
+    def batches(self, config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Batches:
+        """Returns the batches, without labels. Text is packed into the workdir, unless an earlier
+        start of the run did.
 
         Raises:
-          UserError: a stream has no sentence to learn from.
+          UserError: a source has no sentence to learn from.
         """
-        for name, source in zip(self._names, self._sources, strict=True):
-            if not isinstance(source, LabelledRows):
-                self._check_streams(name, source, streams)
-
-        def rows_of_stream(source: Source, count: int, stream: int) -> grain.IterDataset:
-            if isinstance(source, LabelledRows):
-                rows = ShuffledRows(source, count, config.seed, streams, stream)
-                return rows.map(self._without_labels)
-            sentences = batches.shuffled(source, config.seed, stream, streams)
-            texts = sentences.map(lambda sentence: teaching.Text(self._tokenizer.prompt(sentence)))
-            return teaching.rows_of_texts(texts, self._row_type).batch(count)
-
-        rows_of_streams = [
-            functools.partial(rows_of_stream, source, rows // streams)
-            for source, (_, rows) in zip(self._sources, self.sources(config), strict=True)
+        shares = self.shares(config)
+        rows = [
+            source
+            if isinstance(source, LabelledRows)
+            else self._packed(name, source, workdir / PACKED / str(number))
+            for number, (name, source) in enumerate(zip(self._names, self._sources, strict=True))
         ]
-        return batches.mixed_batches(rows_of_streams, labels.batch_of, streams, mine)
+        return training_batches(
+            list(zip(rows, shares, strict=True)),
+            lambda taken: labels.batch_of(self._without_labels(taken)),
+            config.seed,
+        )
+
+    def _packed(self, name: str, sentences: Sentences, folder: pathlib.Path) -> PackedRows:
+        """Returns the rows of a corpus."""
+        prompt = self._tokenizer.prompt
+        if all(len(prompt(sentences[index])) < 2 for index in range(len(sentences))):
+            raise UserError(
+                f"data.train={name!r}: has only sentences of one token; give longer ones"
+            )
+        settings = {"format": FORMAT, "length": self.length, "vocabulary": self.vocabulary}
+        rows_of = functools.partial(
+            teaching.read_rows, tokenizer=self._tokenizer, row_type=self._row_type
+        )
+        pack_once(folder, lambda: pack_shards(sentences, rows_of, folder, settings, processes=0))
+        return PackedRows(read_shards(folder, read_json(folder / INDEX)), self.vocabulary)
 
     def heldout(self, config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
         """Returns the first rows of each held-out source, by name."""
@@ -128,8 +137,8 @@ class OnlineRows:
             else:
                 # Almost no text has fewer than 8 tokens per sentence.
                 enough = min(len(source), -(-count * self.length // 8))
-                texts = teaching.read_texts(source, self._tokenizer)(0, enough)
-                rows = teaching.pack_rows(texts, self._row_type)[:count]
+                read = (source[index] for index in range(enough))
+                rows = teaching.read_rows(read, self._tokenizer, self._row_type)[:count]
                 if not len(rows):
                     raise UserError(
                         f"data.heldout={name!r}: its first {enough} sentences have one token each; "
@@ -137,20 +146,6 @@ class OnlineRows:
                     )
             heldout[short_name(name)] = rows
         return heldout
-
-    def tokens_by_count(
-        self, count: int, config: ml_collections.ConfigDict, streams: int
-    ) -> np.ndarray:
-        """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
-        counted, rows = np.zeros(self.vocab_size, np.int64), 0
-        data = iter(self.batches(config, streams))
-        while rows < COUNTED_ROWS:
-            batch = next(data)
-            real = batch["inputs"][batch["segments"] > 0]
-            counted += np.bincount(real, minlength=self.vocab_size)
-            rows += len(batch["inputs"])
-        data.close()
-        return np.sort(np.argsort(-counted, kind="stable")[:count]).astype(np.int32)
 
     def _open(self, name: str, counts: tuple[int, ...]) -> Source:
         if not (expanded(name) / labels.INDEX).is_file():
@@ -165,21 +160,22 @@ class OnlineRows:
                 )
         return rows
 
-    def _check_streams(self, name: str, source: Sentences, streams: int) -> None:
-        """Raises `UserError` if a stream has only sentences of one token, which are dropped."""
-        for stream in range(streams):
-            indices = range(stream, len(source), streams)
-            if all(len(self._tokenizer.prompt(source[index])) < 2 for index in indices):
-                raise UserError(
-                    f"data.train={name!r}: stream {stream} of data.streams={streams} has only "
-                    "sentences of one token; give longer ones, or lower data.streams"
-                )
-
     def _without_labels(self, rows: np.ndarray) -> np.ndarray:
         bare = np.zeros(len(rows), self._row_type)
         bare["tokens"], bare["segments"] = rows["tokens"], rows["segments"]
         bare["drafted"] = labels.drafted_of(rows)
         return bare
+
+
+def tokens_by_count(data: Batches, vocab_size: int, count: int) -> np.ndarray:
+    """Returns the `count` most frequent tokens of the text, int32 in ascending order."""
+    counted, rows, step = np.zeros(vocab_size, np.int64), 0, 0
+    while rows < COUNTED_ROWS:
+        batch = data(step, slice(None))
+        real = batch["inputs"][batch["segments"] > 0]
+        counted += np.bincount(real, minlength=vocab_size)
+        rows, step = rows + len(batch["inputs"]), step + 1
+    return np.sort(np.argsort(-counted, kind="stable")[:count]).astype(np.int32)
 
 
 def short_name(spec: str) -> str:

@@ -8,16 +8,15 @@ or whole conversations that it writes from its chat template alone, the user's m
 import functools
 import io
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import grain
 import jax
 import numpy as np
 import tqdm
 
 from spectr_jax.data.corpus import Sentences
-from spectr_jax.data.packing import PACKING_BINS
+from spectr_jax.data.packing import first_fit
 from spectr_jax.data.tokenizer import AnyTokenizer
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
@@ -183,34 +182,22 @@ def _writer(teacher: Trained, policy: Policy) -> Callable[..., list[Text]]:
 
 
 def pack_rows(texts: Sequence[Text], row_type: np.dtype) -> np.ndarray:
-    """Returns the rows [R] of `rows_of_texts`."""
-    rows = list(rows_of_texts(grain.MapDataset.source(texts), row_type))
-    return np.stack(rows) if rows else np.zeros(0, row_type)
-
-
-def rows_of_texts(texts: grain.MapDataset, row_type: np.dtype) -> grain.IterDataset:
-    """Returns rows of a `labels.row_type` with sequences (`Text`) packed first-fit and cut to its
-    length. Labels are left empty, and sequences of one token are dropped."""
+    """Returns rows [R] of a `labels.row_type` with sequences packed first-fit and cut to its length.
+    Labels are left empty, and sequences of one token are dropped."""
     length = row_type["tokens"].shape[0]
+    kept = [(text.tokens[:length], text.drafted[:length]) for text in texts if len(text.tokens) > 1]
+    places, count = first_fit([len(tokens) for tokens, _ in kept], length)
+    rows = np.zeros(count, row_type)
+    for (row, start), (tokens, drafted) in zip(places, kept, strict=True):
+        own = slice(start, start + len(tokens))
+        rows["segments"][row, own] = 1 + rows["segments"][row, :start].max(initial=0)
+        rows["tokens"][row, own], rows["drafted"][row, own] = tokens, drafted
+    return rows
 
-    def cut(text: Text) -> dict[str, np.ndarray]:
-        tokens = np.asarray(text.tokens[:length], np.int32)
-        return {"tokens": tokens, "drafted": text.drafted[:length]}
 
-    def row_of(filled: dict[str, np.ndarray]) -> np.ndarray:
-        row = np.zeros((), row_type)
-        row["tokens"], row["drafted"] = filled["tokens"], filled["drafted"]
-        row["segments"] = filled["tokens_segment_ids"]
-        return row
-
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    cut_texts = texts.map(cut).to_iter_dataset(options)
-    return grain.experimental.FirstFitPackIterDataset(
-        cut_texts.filter(lambda text: len(text["tokens"]) > 1),
-        length_struct={"tokens": length, "drafted": length},
-        num_packing_bins=PACKING_BINS,
-        shuffle_bins=False,
-    ).map(row_of)
+def read_rows(sentences: Iterable[str], tokenizer: AnyTokenizer, row_type: np.dtype) -> np.ndarray:
+    """Returns `pack_rows` of sentences, encoded as prompts."""
+    return pack_rows([Text(tokenizer.prompt(sentence)) for sentence in sentences], row_type)
 
 
 def labeller(teacher: Trained) -> Callable[[np.ndarray], None]:

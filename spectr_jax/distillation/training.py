@@ -13,10 +13,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from spectr_jax.data.batches import Batches
 from spectr_jax.distillation import losses
 from spectr_jax.distillation.config import distil_config
 from spectr_jax.distillation.labels import LabelledRows, batch_of, check_features, open_labels
-from spectr_jax.distillation.online import OnlineRows
+from spectr_jax.distillation.online import OnlineRows, tokens_by_count
 from spectr_jax.distillation.programs import make_programs
 from spectr_jax.distillation.students import build, set_head, start_from_embedding, tokens_by_mass
 from spectr_jax.loading.by_name import check_dtype, load
@@ -53,9 +54,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     preparation.check_workdir(config, workdir, distil_config())
     mesh = sharding.make_mesh(config.mesh.fsdp)
     source = _source(config, workdir)
-    streams = preparation.count_streams(
-        config, jax.device_count(), jax.process_count(), source.sources(config)
-    )
+    preparation.check_batch_size(config, jax.device_count())
     heldout = source.heldout(config)
     if len(heldout) < len(config.data.heldout):
         raise UserError(
@@ -65,7 +64,8 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
     with explained(workdir), preparation.locked(workdir):
         preparation.check_workdir(config, workdir, distil_config())  # Another run may have begun.
         preparation.check_inputs(config, workdir, source.digests() | digests)
-        student = _student(config, workdir, source, streams)
+        data = source.batches(config, workdir)
+        student = _student(config, workdir, source, data)
         programs = make_programs(
             config, mesh, student.shape, student.head_tokens, source.length, source.frozen
         )
@@ -74,7 +74,7 @@ def distil(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainSta
             workdir,
             mesh,
             programs,
-            iter(source.batches(config, streams, hosts.own_share(streams))),
+            data,
             initial=functools.partial(_initial_params, config, student, source),
             score=lambda params: _scores(config, mesh, heldout, programs.evaluate, params),
             metric=runs.REJECTION,
@@ -116,7 +116,7 @@ def student_config(model: ml_collections.ConfigDict, vocab_size: int, context: i
 
 
 def _student(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path, source: Source, streams: int
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, source: Source, data: Batches
 ) -> runs.Student:
     """Returns the run's student. It is chosen before the first step and stored in the workdir."""
     # A start that stopped before the run wrote its config may choose another student.
@@ -127,7 +127,7 @@ def _student(
             # A given head keeps its tokens, whatever tokens these labels prefer.
             tokens = np.asarray(_initial_student(config, shape, source).head.tokens[...])
         elif isinstance(source, OnlineRows):
-            tokens = source.tokens_by_count(count, config, streams)
+            tokens = tokens_by_count(data, source.vocab_size, count)
         else:
             tokens = tokens_by_mass(source, count)
         student = runs.Student(shape, tokens, source.vocabulary, source.counts)

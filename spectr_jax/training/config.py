@@ -31,8 +31,6 @@ def train_config(model: str = "draft_6m") -> ml_collections.ConfigDict:
                 # tokenizer.model of the workdir.
                 "tokenizer": "",
                 "tokenizer_sentences": 250_000,
-                # Parallel streams of text; their greatest common divisor with batch_size is used.
-                "streams": 8,
             },
             "steps": 100_000,
             "batch_size": 256,  # Rows, over all devices.

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from spectr_jax.data import batches
+from spectr_jax.data.batches import batch_of
+from spectr_jax.data.packing import pack_rows
 from spectr_jax.data.tokenizer import Tokenizer
 from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.errors import UserError
@@ -35,13 +36,10 @@ def pack_heldout(
         raise UserError(
             f"data.heldout={name!r}: no sentence fits {length} tokens; raise model.context"
         )
-    mine, packed = hosts.own_share(rows), []
-    for batch in batches.evaluation_batches(kept, tokenizer, batch_size=rows, length=length):
-        missing = rows - len(batch["inputs"])
-        packed.append(
-            {name: np.pad(array, ((0, missing), (0, 0)))[mine] for name, array in batch.items()}
-        )
-    return Heldout(packed, sum(len(sentence) + 1 for sentence in kept))
+    packed, mine = pack_rows(kept, tokenizer, length), hosts.own_share(rows)
+    padded = np.pad(packed, ((0, -len(packed) % rows), (0, 0)))  # 0 is padding.
+    batches = [batch_of(part[mine]) for part in padded.reshape(-1, rows, length)]
+    return Heldout(batches, sum(len(sentence) + 1 for sentence in kept))
 
 
 def evaluate(eval_step: Callable, params: Any, heldout: Heldout, mesh: Mesh) -> dict[str, float]:

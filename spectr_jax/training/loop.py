@@ -3,13 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grain
 import jax
 import ml_collections
 import tqdm
@@ -40,9 +38,10 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     """Trains until `config.steps`, from the newest checkpoint in `workdir`, or else from
     `config.init`.
 
-    Writes config.json, inputs.json, tokenizer.model, metrics.jsonl, loss.png, checkpoints/ and an
-    empty file, lock. With several processes (`hosts.connect`) each calls this with the same
-    arguments and a shared workdir.
+    Writes config.json, inputs.json, tokenizer.model, packed/ (of text), metrics.jsonl, loss.png,
+    checkpoints/ and an empty file, lock. With several processes (`hosts.connect`) each calls this
+    with the same arguments and a shared workdir. Text of more than 65,536 sentences is packed by
+    several processes, which import a program of your own: it needs `if __name__ == "__main__"`.
 
     A run that has taken its steps stays as it is.
 
@@ -57,8 +56,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
     mesh = sharding.make_mesh(config.mesh.fsdp)
     tfds_dir = config.data.tfds_dir or None
     corpus = open_corpus(config.data.train, tfds_dir)
-    shares = [(len(corpus), config.batch_size)]
-    streams = preparation.count_streams(config, jax.device_count(), jax.process_count(), shares)
+    preparation.check_batch_size(config, jax.device_count())
     sentences = open_sentences(config.data.heldout, tfds_dir)
     count = min(config.data.heldout_sentences, len(sentences))
     kept = [sentences[index] for index in range(count)]
@@ -74,22 +72,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> TrainStat
             length=config.model.context,
             name=config.data.heldout,
         )
-        data = batches.training_batches(
-            corpus,
-            tokenizer,
-            batch_size=config.batch_size,
-            length=config.model.context,
-            seed=config.seed,
-            streams=streams,
-            mine=hosts.own_share(streams),
-        )
+        rows = preparation.open_rows(config, workdir, corpus, tokenizer)
         programs = make_programs(config, mesh)
         return run(
             config,
             workdir,
             mesh,
             programs,
-            iter(data),
+            batches.training_batches([(rows, config.batch_size)], batches.batch_of, config.seed),
             initial=functools.partial(preparation.initial_params, config, tokenizer),
             score=lambda params: evaluate(programs.evaluate, params, heldout, mesh),
             metric=runs.BITS,
@@ -128,7 +118,7 @@ def run(
     workdir: pathlib.Path,
     mesh: Mesh,
     programs: Programs,
-    data: grain.DatasetIterator,
+    data: batches.Batches,
     *,
     initial: Callable[[], nnx.State | None],
     score: Callable[[Any], dict[str, float]],
@@ -140,25 +130,26 @@ def run(
     The caller has compared its config (`check_workdir`), holds it (`locked`), and has compared the
     data (`check_inputs`).
 
-    `data` has this process's rows of each batch, positioned for a new run, and is closed at the
-    end. `initial` returns the parameters of a new run, or None for those of `programs.init`.
-    `score` maps parameters to held-out scores by name, and the best checkpoint minimises `metric`
-    among them. loss.png has the `curves`.
+    `data` has the batches. `initial` returns the parameters of a new run, or None for those of
+    `programs.init`. `score` maps parameters to held-out scores by name, and the best checkpoint
+    minimises `metric` among them. loss.png has the `curves`.
     """
     checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints, metric)
     step, stopping = 0, False
     try:
-        state = _start(config, workdir, programs, data, checkpoints, initial)
+        state = _start(config, workdir, programs, checkpoints, initial)
         first = int(state.step)
         shows = hosts.is_first() and first < config.steps
         if shows:  # Else nothing is learnt with this config.
             write_json(workdir / runs.CONFIG, to_json(config))
         log = MetricsLog(workdir, first, curves)
         bar = tqdm.tqdm(total=config.steps, initial=first, disable=not shows, **BAR)
-        with Window() as window, Interruption() as interruption, bar:
+        mine = hosts.own_share(config.batch_size)
+        reader = contextlib.closing(batches.read_ahead(data, mine, first, config.steps))
+        with Window() as window, Interruption() as interruption, bar, reader as upcoming:
             for step in range(first + 1, config.steps + 1):
                 with window.waiting_for_data():
-                    batch = sharding.put_rows(mesh, next(data))
+                    batch = sharding.put_rows(mesh, next(upcoming))
                 state, metrics = programs.step(state, batch)
                 window.add(metrics)
                 bar.update()
@@ -179,13 +170,11 @@ def run(
                 if stopping or done or best or step % config.checkpoint_every == 0:
                     with window.aside():
                         _check_finite(config, checkpoints, step, window)
-                        positions = [*itertools.chain(*hosts.gather(batches.positions_of(data)))]
-                        checkpoints.save(state, positions, scores)
+                        checkpoints.save(state, scores)
                 if stopping:
                     break
         checkpoints.wait()
     finally:
-        data.close()
         checkpoints.close()
     if stopping:
         raise Interrupted(
@@ -198,11 +187,10 @@ def _start(
     config: ml_collections.ConfigDict,
     workdir: pathlib.Path,
     programs: Programs,
-    data: grain.DatasetIterator,
     checkpoints: Checkpoints,
     initial: Callable[[], nnx.State | None],
 ) -> TrainState:
-    """Returns the state of the newest checkpoint, after moving the data there, or a new one."""
+    """Returns the state of the newest checkpoint, or a new one."""
     checkpoints.clean()
     if not any(hosts.gather(checkpoints.steps())):
         params = initial()
@@ -211,8 +199,7 @@ def _start(
             return state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
         return dataclasses.replace(state, params=sharding.put(params, shardings))
-    state, positions, damaged = checkpoints.restore(programs.like)
-    batches.go_to(data, positions[hosts.own_share(len(positions))])
+    state, damaged = checkpoints.restore(programs.like)
     if hosts.is_first():
         aside = str(workdir / "damaged")
         for step in damaged:

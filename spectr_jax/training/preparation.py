@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
@@ -13,10 +13,11 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from spectr_jax.data.corpus import PACKED_PREFIX, Sentences, sample_sentences
-from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packed import PackedRows, open_packed
+from spectr_jax.data.packing import INDEX, pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.models.formats.published import weights_path
-from spectr_jax.models.formats.runs import CONFIG, TOKENIZER, kind_of
+from spectr_jax.models.formats.runs import CONFIG, PACKED, TOKENIZER, kind_of
 from spectr_jax.models.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
 from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, make_schedule
@@ -32,11 +33,12 @@ INPUTS = "inputs.json"
 FREE_FIELDS = (
     *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("mesh.fsdp", "accumulate", "remat"),
+    "data.streams",  # Of versions up to 0.3.0.
 )
 POSITIVE_FIELDS = (
     *("steps", "batch_size", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("model.layers", "model.width", "model.mlp", "model.heads"),
-    *("mesh.fsdp", "accumulate", "data.streams"),
+    *("mesh.fsdp", "accumulate"),
 )
 
 
@@ -82,38 +84,14 @@ def check_shared(config: ml_collections.ConfigDict, defaults: ml_collections.Con
             raise UserError(f"optimizer.{name}={optimizer[name]}: must be in [0, 1)")
 
 
-def count_streams(
-    config: ml_collections.ConfigDict, devices: int, processes: int, sources: list[tuple[int, int]]
-) -> int:
-    """Returns the number of streams into which each source is divided, for any number of processes.
-
-    `sources` has for each source its number of sentences or rows, and its rows in a batch.
-
-    Raises:
-      UserError: the rows of a batch or the streams cannot be split evenly, or there are more
-        streams than sentences or rows in a source.
-    """
+def check_batch_size(config: ml_collections.ConfigDict, devices: int) -> None:
+    """Raises `UserError` if the rows of a batch cannot be split evenly."""
     if config.batch_size % (devices * config.accumulate):
         raise UserError(
             f"batch_size={config.batch_size}: must divide over {devices} devices in "
             f"accumulate={config.accumulate} parts; give a multiple of "
             f"{devices * config.accumulate}"
         )
-    sizes, rows = zip(*sources, strict=True)
-    streams = math.gcd(config.data.streams, *rows)
-    if streams % processes:
-        raise UserError(
-            f"data.streams={config.data.streams}, batch_size={config.batch_size}: their {streams} "
-            f"streams do not divide over {processes} processes; make both multiples of {processes}"
-            f"{', and the rows of each source too' if len(rows) > 1 else ''}"
-        )
-    if min(sizes) < streams:
-        raise UserError(
-            f"data.train={config.data.train!r}: has {min(sizes)} sentences or rows (in its smallest "
-            f"source), too few for {streams} streams; give more text, or lower data.streams to "
-            f"{min(sizes)}"
-        )
-    return streams
 
 
 def initial_params(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> nnx.State | None:
@@ -320,4 +298,34 @@ def _check_packed(
         raise UserError(
             f"{str(tokenizer)!r} is not {absent}the tokenizer that {corpus!r} was packed with; "
             f"give data.tokenizer={str(packed_with)!r}"
+        )
+
+
+def open_rows(
+    config: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    corpus: Sentences | PackedRows,
+    tokenizer: Tokenizer,
+) -> PackedRows:
+    """Returns the rows to train on: a packed corpus, or text, packed into the workdir."""
+    if isinstance(corpus, PackedRows):
+        return corpus
+    folder = workdir / PACKED
+    pack_once(folder, lambda: pack(corpus, tokenizer, folder, config.model.context, processes=0))
+    return open_packed(folder)
+
+
+def pack_once(folder: pathlib.Path, write: Callable[[], Any]) -> None:
+    """Calls `write` in the first process, to pack text into `folder`. The others wait.
+
+    Raises:
+      UserError: this process does not see the folder.
+    """
+    if hosts.is_first():
+        write()
+    hosts.wait_for_all(f"{folder.name} is packed")
+    if not (folder / INDEX).exists():
+        raise UserError(
+            f"{str(folder)!r} is not there, and the first process has packed the text in it; give a "
+            "--workdir that all processes share"
         )

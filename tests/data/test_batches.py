@@ -1,16 +1,17 @@
-"""Tests the content, order and positions of batches of packed sentences."""
+"""Tests the rows of packed sentences, and which of them the batch of a step has."""
 
-import collections
-import itertools
-import json
+import contextlib
 
+import jax
 import numpy as np
 import pytest
 
-from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
-from spectr_jax.data.packing import encode
+from spectr_jax.data.batches import batch_of, read_ahead, shuffled, training_batches
+from spectr_jax.data.packed import PackedRows
+from spectr_jax.data.packing import PACKING_BINS, first_fit, pack_rows
 from spectr_jax.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from spectr_jax.utils.errors import UserError
+from spectr_jax.utils.files import digest
 
 WORDS = "the a small large model draft target token law plan tree chain of in on emits accepts and or".split()  # noqa: SIM905
 
@@ -44,7 +45,7 @@ def test_any_string_can_be_encoded_and_decoded(tokenizer):
 
 
 def test_targets_are_inputs_shifted_by_one_token(sentences, tokenizer):
-    (batch,) = evaluation_batches(sentences[:5], tokenizer, batch_size=4, length=64)
+    batch = batch_of(pack_rows(sentences[:5], tokenizer, 64))
     for inputs, targets in _sentences_of(batch):
         assert inputs[0] == BOS and targets[-1] == EOS
         np.testing.assert_array_equal(inputs[1:], targets[:-1])
@@ -54,98 +55,82 @@ def test_targets_are_inputs_shifted_by_one_token(sentences, tokenizer):
     )
 
 
-def test_long_sentences_are_truncated(tokenizer):
-    pieces = tokenizer.encode("the draft")
-    np.testing.assert_array_equal(encode("the draft", tokenizer, 64), [*pieces, EOS])
-    np.testing.assert_array_equal(encode("the draft", tokenizer, len(pieces)), pieces)
+def test_rows_have_every_sentence_once_and_cut_long_ones(sentences, tokenizer):
+    """The starts of sentences are recovered from the tokens, also without EOS."""
+    long = " ".join(sentences[:20])
+    batch = batch_of(pack_rows([*sentences, long], tokenizer, 96))
+    found = sorted(tuple(targets.tolist()) for _, targets in _sentences_of(batch))
+    whole = [(*tokenizer.encode(sentence), EOS) for sentence in sentences]
+    assert found == sorted([*whole, tuple(tokenizer.encode(long)[:96])])
+    assert np.mean(batch["segments"][:-20] > 0) > 0.85
 
 
-def test_evaluation_sees_every_sentence_once(sentences, tokenizer):
-    batches = list(evaluation_batches(sentences, tokenizer, batch_size=4, length=96))
-    found = sorted(
-        tokenizer.decode(targets) for batch in batches for _, targets in _sentences_of(batch)
+def test_first_fit_gives_the_rows_of_grains_packing():
+    """Held-out scores of published models depend on these rows. The digest is of the rows that
+    Grain's `FirstFitPackIterDataset` makes with 64 bins."""
+    sizes = [pow(3, number, 257) % 48 + 1 for number in range(400)]
+    places, count = first_fit(sizes, 48)
+    rows = np.zeros((count, 48), np.uint16)
+    for number, ((row, start), size) in enumerate(zip(places, sizes, strict=True), 1):
+        rows[row, start : start + size] = number
+    assert places[3:6] == [(0, 16), (1, 0), (0, 44)] and count == 215 > 3 * PACKING_BINS
+    assert digest(rows.tobytes())[:16] == "ec9c5ebad0df6baf"
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_an_epoch_has_every_row_once_in_a_new_order(count):
+    """Epochs end inside batches."""
+    size = 8
+    read = np.concatenate(
+        [shuffled(count, 3, np.arange(at, at + size)) for at in range(0, 3 * count, size)]
     )
-    assert found == sorted(sentences)
-    for batch in batches:
-        assert not batch["targets"][batch["segments"] == 0].any()
-    filled = np.mean([np.mean(batch["segments"] > 0) for batch in batches[:-1]])
-    assert filled > 0.85
+    epochs = read[: 3 * count].reshape(3, count)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(count), (3, 1)))
+    other = shuffled(count, 4, np.arange(count))
+    if count > 1:
+        orders = {tuple(order) for order in (*epochs.tolist(), other.tolist(), range(count))}
+        assert len(orders) == 5
 
 
-@pytest.mark.parametrize("streams", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_epoch_has_every_sentence_once(sentences, tokenizer, streams):
-    """Each time a stream has used all its packed rows, each of its sentences has occurred n or
-    n + 1 times. The order of each epoch is new. The test restarts the pipeline every 17 batches."""
-    numbers = {
-        tokenizer.decode(tokenizer.encode(sentence)): index
-        for index, sentence in enumerate(sentences)
-    }
-    # A batch has one row from each stream.
-    options = {"batch_size": streams, "length": 96, "seed": 3, "streams": streams}
-    seen: list[list[int]] = [[] for _ in range(streams)]
-    whole: list[list[int]] = [[] for _ in range(streams)]
-    iterator = iter(training_batches(sentences, tokenizer, **options))
-    for step in range(400 if streams == 1 else 200):
-        batch = next(iterator)
-        positions = json.loads(json.dumps(positions_of(iterator)))
-        for stream, position in enumerate(positions):
-            row = {name: array[stream : stream + 1] for name, array in batch.items()}
-            seen[stream] += [
-                numbers[tokenizer.decode(targets)] for _, targets in _sentences_of(row)
-            ]
-            if position["next_row"] == 0:
-                assert len(seen[stream]) == position["parent"]["next_index"]
-                whole[stream] = list(seen[stream])
-        if step % 17 == 0:
-            iterator = iter(training_batches(sentences, tokenizer, **options))
-            go_to(iterator, positions)
-    shares = []
-    for found in whole:
-        times = collections.Counter(found)
-        assert min(times.values()) >= 2 and max(times.values()) - min(times.values()) <= 1
-        shares += list(times)
-    assert sorted(shares) == list(range(len(sentences)))
-    half = len(sentences) // streams
-    assert whole[0][:half] != whole[0][half : 2 * half]
+def _rows(count, first=0):
+    """Returns rows of two shards. Row i has the token `first` + i + 3, twice, and padding."""
+    rows = np.repeat(np.arange(first, first + count, dtype=np.uint16)[:, None] + 3, 3, axis=1)
+    rows[:, 2] = 0
+    return PackedRows(np.split(rows, [count // 3]), "")
 
 
-def test_batches_do_not_depend_on_the_number_of_processes(sentences, tokenizer):
-    options = {"batch_size": 8, "length": 96, "seed": 3, "streams": 4}
-    whole = training_batches(sentences, tokenizer, **options)
-    halves = [
-        training_batches(sentences, tokenizer, **options, mine=mine)
-        for mine in (slice(0, 2), slice(2, 4))
-    ]
-    for expected, *parts in itertools.islice(zip(whole, *halves, strict=False), 20):
-        for name, array in expected.items():
-            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
+def test_batches_mix_sources_and_do_not_depend_on_the_number_of_processes():
+    """Each process reads only its rows, those of one source at once."""
+    sources = [(_rows(50), 6), (_rows(30, first=100), 2)]
+    batches = training_batches(sources, batch_of, seed=1)
+    whole = [batches(step, slice(None)) for step in range(20)]
+    for step, batch in enumerate(whole):
+        assert ((batch["targets"][:, 0] >= 103) == ([False] * 6 + [True] * 2)).all()
+        halves = [batches(step, slice(at, at + 4)) for at in (0, 4)]
+        for name, array in batch.items():
+            np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), array)
+    taken = np.concatenate([batch["targets"][:6, 0] for batch in whole])
+    assert sorted(taken[:50]) == list(range(3, 53)) and taken[:50].tolist() != list(range(3, 53))
 
 
-def test_the_seed_determines_the_order_of_sentences(sentences, tokenizer):
-    def first(seed):
-        return next(
-            iter(training_batches(sentences, tokenizer, batch_size=2, length=96, seed=seed))
-        )["inputs"]
+def test_rows_of_a_batch_are_read_together(monkeypatch):
+    """Reading row by row would take as long as a training step of a small model."""
+    counts, take = [], PackedRows.take
+    monkeypatch.setattr(
+        PackedRows, "take", lambda rows, at: (counts.append(len(at)), take(rows, at))[1]
+    )
+    training_batches([(_rows(50), 24)], batch_of, seed=1)(0, slice(6, 18))
+    assert counts == [12]
 
-    np.testing.assert_array_equal(first(0), first(0))
-    assert (first(0) != first(1)).any()
 
-
-def test_batches_continue_from_a_restored_position(sentences, tokenizer):
-    def start():
-        return iter(training_batches(sentences, tokenizer, batch_size=3, length=96, seed=0))
-
-    whole = list(itertools.islice(start(), 60))  # More than one epoch.
-    for taken in (0, 7, 40):
-        first = start()
-        for _ in range(taken):
-            next(first)
-        second = start()
-        go_to(second, positions_of(first))
-        for expected in whole[taken : taken + 15]:
-            batch = next(second)
-            for name, array in expected.items():
-                np.testing.assert_array_equal(batch[name], array)
+def test_batches_that_are_read_ahead_start_at_any_step():
+    batches = training_batches([(_rows(50), 6)], batch_of, seed=1)
+    for first in (0, 7, 20):
+        with contextlib.closing(read_ahead(batches, slice(2, 4), first, 20)) as upcoming:
+            found = list(upcoming)
+        assert len(found) == 20 - first
+        for step, batch in enumerate(found, first):
+            jax.tree.map(np.testing.assert_array_equal, batch, batches(step, slice(2, 4)))
 
 
 def test_too_little_text_for_a_vocabulary_is_refused(tmp_path):

@@ -1,20 +1,17 @@
-"""Tests that a packed corpus gives the batches of its text, and that damaged ones are refused."""
+"""Tests that a packed corpus has the rows of its text, and that damaged ones are refused."""
 
-import contextlib
-import itertools
 import json
 import subprocess
 import sys
+import types
 
-import grain
 import numpy as np
 import pytest
 
-from spectr_jax.data.batches import evaluation_batches, go_to, positions_of, training_batches
 from spectr_jax.data.corpus import open_sentences
-from spectr_jax.data.packed import PackedRows, ShuffledRows, open_corpus
-from spectr_jax.data.packing import INDEX, PACKING_BINS, STARTED, first_fit, pack
-from spectr_jax.data.tokenizer import BOS, EOS, PAD, train_tokenizer
+from spectr_jax.data.packed import open_packed
+from spectr_jax.data.packing import INDEX, STARTED, pack, pack_rows
+from spectr_jax.data.tokenizer import EOS, PAD, train_tokenizer
 from spectr_jax.utils.errors import UserError
 
 LENGTH = 48
@@ -33,22 +30,25 @@ def corpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_packed_rows_equal_the_batches_of_the_sentences(corpus, tmp_path, monkeypatch, compress):
+def test_a_packed_corpus_has_the_rows_of_its_sentences(corpus, tmp_path, monkeypatch, compress):
     _, lines, tokenizer = corpus
     monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 140)
     index = pack(lines, tokenizer, tmp_path, LENGTH, compress)
-    rows = open_corpus(f"packed:{tmp_path}")
+    rows = open_packed(tmp_path)
     assert len(index["rows"]) == 3 and len(rows) == sum(index["rows"].values())
     assert rows.length == LENGTH and index["sentences"] == len(lines)
-    taken = []
-    for first in range(0, len(lines), 140):  # 140 sentences fill the bins more than once.
-        part = lines[first : first + 140]
-        (whole,) = evaluation_batches(part, tokenizer, batch_size=10_000, length=LENGTH)
-        taken.append(whole["targets"])
-    np.testing.assert_array_equal(
-        [rows[index] for index in range(len(rows))], np.concatenate(taken)
+    parts = [lines[first : first + 140] for first in range(0, len(lines), 140)]
+    wanted = np.concatenate([pack_rows(part, tokenizer, LENGTH) for part in parts])
+    np.testing.assert_array_equal([rows[index] for index in range(len(rows))], wanted)
+    assert index["tokens"] == np.sum(wanted != PAD)
+
+
+def test_vocabularies_of_more_than_16_bits_are_packed(tmp_path):
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text: [70_000], vocab_size=70_001, proto=b"large"
     )
-    assert len(taken[0]) > PACKING_BINS and index["tokens"] == np.sum(np.concatenate(taken) != PAD)
+    pack(["a", "b"], tokenizer, tmp_path, 4)
+    assert open_packed(tmp_path)[0].tolist() == [70_000, EOS, 70_000, EOS]
 
 
 def test_two_processes_pack_tfds_as_one_packs_text(corpus, tmp_path, monkeypatch, array_records):
@@ -74,13 +74,13 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
     monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 70)
     wanted, calls = pack(lines, tokenizer, tmp_path / "whole", LENGTH), []
 
-    def counted(*args):
+    def counted(*args, **options):
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return first_fit(*args)
+        return pack_rows(*args, **options)
 
-    monkeypatch.setattr("spectr_jax.data.packing.first_fit", counted)
+    monkeypatch.setattr("spectr_jax.data.packing.pack_rows", counted)
     with pytest.raises(KeyboardInterrupt):
         pack(lines, tokenizer, tmp_path / "out", LENGTH)
     assert (tmp_path / "out" / STARTED).exists() and not (tmp_path / "out" / INDEX).exists()
@@ -91,116 +91,12 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
     shard = tmp_path / "out" / "part-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-200])
     assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 4
-    open_corpus(f"packed:{tmp_path / 'out'}")
+    open_packed(tmp_path / "out")
     with pytest.raises(UserError, match="other text or settings"):
         pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
     (tmp_path / "out" / INDEX).unlink()  # Now nothing says of which text the shards are.
     again = pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
     assert len(calls) == 3 + 4 + len(again["rows"])
-
-
-@pytest.mark.parametrize("streams", [1, 2, 5])
-def test_an_epoch_has_every_row_once_in_a_new_order(corpus, tmp_path, monkeypatch, streams):
-    """Checks each stream. Its epochs end inside batches."""
-    _, lines, tokenizer = corpus
-    monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 40)
-    pack(lines, tokenizer, tmp_path, LENGTH)
-    rows = open_corpus(f"packed:{tmp_path}")
-    options = {"batch_size": 11 * streams, "length": LENGTH, "seed": 1, "streams": streams}
-    with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as iterator:
-        taken = np.stack(
-            [next(iterator)["targets"] for _ in range(2 * len(rows) // (11 * streams) + 1)]
-        )
-    for stream in range(streams):
-        mine = taken[:, 11 * stream :][:, :11].reshape(-1, LENGTH).tolist()
-        wanted = [rows[index].tolist() for index in range(stream, len(rows), streams)]
-        first, second = mine[: len(wanted)], mine[len(wanted) :][: len(wanted)]
-        assert len(wanted) % 11 and sorted(first) == sorted(second) == sorted(wanted)
-        assert first != second and first != wanted
-
-
-def test_positions_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
-    """Two processes save their positions in the second epoch, and one process restores them."""
-    _, lines, tokenizer = corpus
-    pack(lines, tokenizer, tmp_path, LENGTH)
-    rows = open_corpus(f"packed:{tmp_path}")
-    options = {"batch_size": 12, "length": LENGTH, "seed": 1, "streams": 4}
-    taken = len(rows) // 12 + 2
-    places, following = [], []
-    for mine in (slice(0, 2), slice(2, 4)):
-        with contextlib.closing(
-            iter(training_batches(rows, tokenizer, **options, mine=mine))
-        ) as half:
-            for _ in range(taken):
-                next(half)
-            places += json.loads(json.dumps(positions_of(half)))
-            following.append(next(half))
-    with contextlib.closing(iter(training_batches(rows, tokenizer, **options))) as whole:
-        go_to(whole, places)
-        for name, array in next(whole).items():
-            np.testing.assert_array_equal(
-                array, np.concatenate([batch[name] for batch in following])
-            )
-
-
-def test_all_rows_of_a_batch_are_read_together(corpus, tmp_path, monkeypatch):
-    """One call reads a stream's share of the batch. Reading row by row would take as long as a
-    training step of a small model."""
-    _, lines, tokenizer = corpus
-    pack(lines, tokenizer, tmp_path, LENGTH)
-    counts = []
-    take = PackedRows.take
-    monkeypatch.setattr(
-        PackedRows,
-        "take",
-        lambda rows, indices: (counts.append(len(indices)), take(rows, indices))[1],
-    )
-    monkeypatch.setattr(PackedRows, "__getitem__", None)
-    options = {"batch_size": 24, "length": LENGTH, "seed": 1, "streams": 4}
-    with contextlib.closing(
-        iter(training_batches(open_corpus(f"packed:{tmp_path}"), tokenizer, **options))
-    ) as iterator:
-        next(iterator)
-    assert set(counts) == {6}
-
-
-def test_rows_have_the_order_of_grains_shuffle(corpus, tmp_path):
-    """Positions, which count rows, stay valid for runs that used Grain's own shuffle."""
-    _, lines, tokenizer = corpus
-    pack(lines, tokenizer, tmp_path, LENGTH)
-    rows = open_corpus(f"packed:{tmp_path}")
-    slow = iter(
-        grain.MapDataset.source(rows)[1::2]
-        .seed(5 + 1)
-        .shuffle()
-        .repeat()
-        .to_iter_dataset()
-        .batch(9)
-    )
-    fast = iter(ShuffledRows(rows, count=9, seed=5, stream=1, streams=2))
-    for _ in range(2 * len(rows) // 9):
-        np.testing.assert_array_equal(next(fast), next(slow))
-        assert fast.get_state() == slow.get_state()
-    slow.close()
-
-
-def test_sentence_starts_are_recovered_from_the_tokens(corpus):
-    """Compares with the sentences themselves, some of which are truncated."""
-    _, lines, tokenizer = corpus
-    (batch,) = evaluation_batches(lines, tokenizer, batch_size=10_000, length=LENGTH)
-    expected = sorted(tuple([*tokenizer.encode(line), EOS][:LENGTH]) for line in lines)
-    assert any(EOS not in sentence for sentence in expected)
-    found = []
-    for row, number in itertools.product(range(len(batch["targets"])), range(1, 20)):
-        inside = batch["segments"][row] == number
-        if not inside.any():
-            continue
-        targets, inputs, positions = (
-            batch[name][row][inside].tolist() for name in ("targets", "inputs", "positions")
-        )
-        assert inputs == [BOS, *targets[:-1]] and positions == list(range(len(targets)))
-        found.append(tuple(targets))
-    assert sorted(found) == expected
 
 
 def test_the_pack_command_writes_a_corpus_only_once(corpus, tmp_path):
@@ -226,14 +122,14 @@ def test_the_pack_command_writes_a_corpus_only_once(corpus, tmp_path):
 def test_missing_or_damaged_corpora_are_refused(corpus, tmp_path):
     _, lines, tokenizer = corpus
     with pytest.raises(UserError, match=r"not a packed corpus that can be read.*spectr_jax\.pack"):
-        open_corpus(f"packed:{tmp_path}")
+        open_packed(tmp_path)
     for compress, name in ((False, "part-00000.npy"), (True, "part-00000.npy.xz")):
         folder = tmp_path / str(compress)
         pack(lines, tokenizer, folder, LENGTH, compress)
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-200])
         with pytest.raises(UserError, match="not a packed corpus that can be read"):
-            open_corpus(f"packed:{folder}")
+            open_packed(folder)
         (folder / name).unlink()
         with pytest.raises(UserError, match="No such file"):
-            open_corpus(f"packed:{folder}")
+            open_packed(folder)

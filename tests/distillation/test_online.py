@@ -58,10 +58,7 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
         }
         made.model.update(model, features=24, feature_layers=(1,), dtype="float32")
         made.data.update(
-            train=f"{tmp_path / 'train.txt'},{tmp_path / 'chats'}",
-            shares=(3, 1),
-            streams=4,
-            length=LENGTH,
+            train=f"{tmp_path / 'train.txt'},{tmp_path / 'chats'}", shares=(3, 1), length=LENGTH
         )
         made.data.update(
             heldout=(str(tmp_path / "heldout.txt"), str(tmp_path / "chats")), heldout_rows=9
@@ -77,15 +74,13 @@ def config(all_labels, teacher, sentences, tmp_path, monkeypatch):
     return make
 
 
-def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sentences):
+def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sentences, tmp_path):
     made = online.OnlineRows(config(), teacher)
     chat_rows = len(labels.open_labels(config().data.train.split(",")[1]))
-    assert made.sources(config()) == [(150, 12), (chat_rows, 4)]
+    assert made.counts == (150, chat_rows)
     with pytest.raises(UserError, match=r"data\.train: names 2 sources, and named 1 when"):
         online.OnlineRows(config(), teacher, (150,))
-    data = iter(made.batches(config(), 4))
-    batch = next(data)
-    data.close()
+    batch = made.batches(config(), tmp_path)(0, slice(None))
     assert set(batch) == {"inputs", "segments", "positions", "targets", "drafted"}
     corpus, chats = (
         {tuple(teacher.tokenizer.prompt(sentence)[:LENGTH]) for sentence in part}
@@ -98,8 +93,8 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
         origins.append(
             [name for name, part in (("corpus", corpus), ("chats", chats)) if row <= part]
         )
-    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "streams share no row"
-    assert origins == [["corpus"], ["corpus"], ["corpus"], ["chats"]] * 4
+    assert len({row.tobytes() for row in batch["inputs"]}) == 16, "an epoch has each row once"
+    assert origins == [["corpus"]] * 12 + [["chats"]] * 4
     found = jax.jit(teaching.with_labels, static_argnums=2)(made.frozen, batch, (1,))
     rows = np.zeros(16, labels.row_type(teacher.model.vocab_size, LENGTH, 24))
     rows["tokens"], rows["segments"] = batch["inputs"], batch["segments"]
@@ -117,10 +112,10 @@ def test_online_batches_mix_sources_and_match_stored_labels(config, teacher, sen
     assert found["features"].shape[-1] == 48
 
 
-def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
+def test_online_labels_cover_every_token_that_the_head_scores(config, teacher, tmp_path):
     """The acceptance rate in a training step is sum min(p, q) over the whole vocabulary."""
     made = online.OnlineRows(config(), teacher)
-    batch = next(iter(made.batches(config(), 4)))
+    batch = made.batches(config(), tmp_path)(0, slice(None))
     tokens = np.arange(0, 2 * KEPT, 2, dtype=np.int32)
     labelled = teaching.with_labels(made.frozen, batch, (1,), jnp.asarray(tokens))
     place = batch["inputs"], batch["positions"], causal(batch["segments"])
@@ -137,11 +132,12 @@ def test_online_labels_cover_every_token_that_the_head_scores(config, teacher):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_target_features_of_several_layers_are_projected_and_summed(config, teacher):
+def test_target_features_of_several_layers_are_projected_and_summed(config, teacher, tmp_path):
     """A student with features of two layers has the same hidden states as a student with one layer
     that gets the projected sum. Both use their own features along a drafted path."""
     made = online.OnlineRows(config(), teacher)
-    batch = teaching.with_labels(made.frozen, next(iter(made.batches(config(), 4))), (1,))
+    read = made.batches(config(), tmp_path)(0, slice(None))
+    batch = teaching.with_labels(made.frozen, read, (1,))
     shape = training.student_config(config().model, made.vocab_size, 64)
     deep = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
     deep.fuse.kernel[...] = jax.random.normal(jax.random.key(0), deep.fuse.kernel.shape)
@@ -254,7 +250,7 @@ def test_online_training_reads_rows_without_labels(config, teacher, sentences, t
         for name in ("bare", "full")
     ]
     first, second = (
-        next(iter(online.OnlineRows(made, teacher).batches(made, 1))) for made in options
+        online.OnlineRows(made, teacher).batches(made, tmp_path)(0, slice(None)) for made in options
     )
     jax.tree.map(np.testing.assert_array_equal, first, second)
     changes = {"data.train": str(tmp_path / "bare"), "model.feature_layers": ()}
@@ -280,28 +276,19 @@ def test_invalid_online_configs_are_refused(config, tmp_path):
             training.distil(config(**changes), tmp_path / "refused")
 
 
-def test_streams_that_shares_lower_must_divide_over_the_processes(config, tmp_path, monkeypatch):
-    """12 streams divide over 3 processes, but a batch takes 16 and 32 rows from the sources."""
-    changes = {"batch_size": 48, "data.streams": 12, "data.shares": (1, 2)}
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    with pytest.raises(UserError, match="their 4 streams do not divide over 3 processes"):
-        training.distil(config(**changes), tmp_path / "refused")
-
-
 @pytest.mark.parametrize(
     ("changes", "lines", "message"),
     [
         ({"data.length": 1}, {}, "data.length=1: "),
-        ({}, {"train": ["of"] * 40}, r"data.train='.*train.txt': stream 0 of data.streams=4"),
-        ({}, {"train": ["a draft", "of", "of", "of"] * 9}, "stream 1 of data.streams=4"),
+        ({}, {"train": ["of"] * 40}, r"data.train='.*train.txt': has only sentences of one token"),
         ({}, {"heldout": ["of"] * 9}, r"data.heldout='.*heldout.txt': its first 9 sentences"),
     ],
-    ids=["length 1", "one-token text", "one-token stream", "one-token held-out text"],
+    ids=["length 1", "one-token text", "one-token held-out text"],
 )
 def test_text_without_anything_to_learn_is_refused(
     config, teacher, tmp_path, monkeypatch, changes, lines, message
 ):
-    """Such text made the pipeline search for a sequence forever."""
+    """Such text has no rows."""
     prompt = teacher.tokenizer.prompt
     monkeypatch.setattr(
         teacher.tokenizer, "prompt", lambda text: prompt(text)[: 1 + (text != "of")]

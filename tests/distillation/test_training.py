@@ -76,10 +76,7 @@ def config(folder):
         }
         made.model.update(model, dtype="float32")
         made.data.update(
-            train=str(folder / "train"),
-            heldout=(str(folder / "heldout"),),
-            heldout_rows=100,
-            streams=4,
+            train=str(folder / "train"), heldout=(str(folder / "heldout"),), heldout_rows=100
         )
         made.update(
             teacher="school:teacher",
@@ -363,7 +360,6 @@ def test_invalid_distillation_configs_and_labels_are_refused(config, folder, tea
         "model.embed_rank=-1: ": {"model.embed_rank": -1},
         "head_tokens=999: must be at most vocab_size": {"model.head_tokens": 999},
         "no labels that can be read": {"data.train": str(folder / "none")},
-        "data.train=.* too few for 64 streams": {"data.streams": 64, "batch_size": 64},
         "no model at 'none'": {"teacher": "none"},
         "teacher='': the labels in .* do not name theirs": {"teacher": ""},
         "model.width=18: .* model.heads=2": {"model.width": 18},

@@ -55,6 +55,7 @@ def test_a_run_lowers_the_loss_and_writes_its_files(config, losses, tmp_path):
         "metrics.jsonl",
         "loss.png",
         "checkpoints",
+        "packed",
         "lock",
     }
     assert load(str(tmp_path / "run")).model.vocab_size == 320

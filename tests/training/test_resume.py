@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_collections
 import pytest
 
+from spectr_jax.data import packing
 from spectr_jax.data.corpus import open_sentences
 from spectr_jax.models.formats import runs
 from spectr_jax.training import loop, preparation
@@ -43,6 +44,38 @@ def test_the_content_of_data_decides_whether_a_run_resumes(config, corpus, tmp_p
     assert set(json.loads((tmp_path / "run/inputs.json").read_text())) == set(new)
 
 
+def test_text_is_packed_once_into_the_workdir(config, losses, tmp_path, monkeypatch):
+    """A start that stops while it packs keeps its shards. Another run can train on them."""
+    monkeypatch.setattr(packing, "SENTENCES_A_SHARD", 200)
+    monkeypatch.setattr(packing, "_cores", lambda: 1)
+    made, pack_rows = [], packing.pack_rows
+
+    def counted(*args, **options):
+        made.append(args)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return pack_rows(*args, **options)
+
+    monkeypatch.setattr(packing, "pack_rows", counted)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(), tmp_path / "run")
+    train(config(steps=7), tmp_path / "run")
+    assert len(made) == 3 + 1
+    train(config(), tmp_path / "run")
+    packed = {"data.train": f"packed:{tmp_path}/run/packed"}
+    packed["data.tokenizer"] = f"{tmp_path}/run/tokenizer.model"
+    train(config(**packed), tmp_path / "other")
+    assert len(made) == 3 + 1 and losses(tmp_path / "other") == losses(tmp_path / "run")
+
+
+def test_a_process_that_does_not_see_the_packed_text_is_refused(tmp_path, monkeypatch):
+    """Only the first process packs."""
+    monkeypatch.setattr(preparation.hosts, "is_first", lambda: False)
+    with pytest.raises(UserError, match=r"packed' is not there, .* --workdir that all processes"):
+        preparation.pack_once(tmp_path / "packed", (tmp_path / "packed").mkdir)
+    assert not (tmp_path / "packed").exists()
+
+
 def test_a_run_that_begins_while_another_reads_its_corpus_is_refused(config, tmp_path, monkeypatch):
     read = loop.open_corpus
 
@@ -61,11 +94,13 @@ def test_runs_of_older_versions_have_no_kind_and_are_recognised(config, losses, 
     file = tmp_path / "run/config.json"
     stored = json.loads(file.read_text())
     assert stored.pop("kind") == "language_model"
+    stored["data"]["streams"] = 8
     file.write_text(json.dumps(stored))
     assert runs.open_run(tmp_path / "run").student is None
     train(config(), tmp_path / "run")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert json.loads(file.read_text())["kind"] == "language_model"
+    stored["data"].pop("streams")  # The hash depends on it.
     assert config_hash(config(steps=7)) == config_hash(ml_collections.ConfigDict(stored))
 
 

@@ -158,7 +158,7 @@ def test_two_processes_train_stop_and_resume_as_one(
     both save and stop. If one is killed, the other exits, and a single process resumes the run."""
     workdir = tmp_path / "run"
     processes = _start_two(start, workdir, **{**CHANGES, **ENDLESS})
-    # By step 40 each stream has packed a second group of rows, and their data positions differ.
+    # By step 40 the run is in another epoch.
     wait_for_step(workdir, 40, processes[0])
     processes[1].terminate()
     logs = [process.communicate()[0] for process in processes]
@@ -203,32 +203,12 @@ def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "processes", "message"),
+    ("changes", "devices", "message"),
     [
-        (
-            {"batch_size": 12},
-            8,
-            1,
-            "batch_size=12: must divide over 8 devices in .* give a multiple of 8",
-        ),
-        (
-            {"accumulate": 3},
-            1,
-            1,
-            "batch_size=8: must divide over .* in accumulate=3 parts; give a multiple of 3",
-        ),
-        (
-            {"batch_size": 48, "data.streams": 4},
-            8,
-            3,
-            r"data.streams=4, batch_size=48: their 4 streams do not divide over 3",
-        ),
-        ({"batch_size": 12, "data.streams": 12}, 1, 1, "has 9 .*too few for 12 streams; .*to 9$"),
+        ({"batch_size": 12}, 8, "batch_size=12: must divide over 8 devices in .* multiple of 8"),
+        ({"accumulate": 3}, 1, "batch_size=8: must divide over .* accumulate=3 parts; .* of 3"),
     ],
 )
-def test_indivisible_batch_sizes_and_streams_are_refused(
-    config, changes, devices, processes, message
-):
+def test_indivisible_batch_sizes_are_refused(config, changes, devices, message):
     with pytest.raises(UserError, match=message):
-        made = config(**changes)
-        preparation.count_streams(made, devices, processes, [(9, made.batch_size)])
+        preparation.check_batch_size(config(**changes), devices)

@@ -1,9 +1,9 @@
 """Checkpoints of a run. Only this file uses Orbax.
 
-A checkpoint holds `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts, and
-`data`, the JSON position in each data stream. The state of a run is a dataclass whose field `params`
-is the former, and whose other fields are the latter. A checkpoint is written under a temporary name and then
-renamed, so a step is complete or absent.
+A checkpoint holds `params` and `rest` (optimizer state, step, key) as flat {path: array} dicts.
+Those of versions up to 0.3.0 also have `data`, which is not read. The state of a run is a dataclass
+whose field `params` is the former, and whose other fields are the latter. A checkpoint is written
+under a temporary name and then renamed, so a step is complete or absent.
 """
 
 import contextlib
@@ -80,10 +80,8 @@ class Checkpoints:
         best = self.best()
         return best is None or metrics[self._metric] < best[1]
 
-    def save(
-        self, state: Any, positions: list[Any], metrics: dict[str, float] | None = None
-    ) -> None:
-        """Starts to save the state, the data positions and `metrics`, after the previous save.
+    def save(self, state: Any, metrics: dict[str, float] | None = None) -> None:
+        """Starts to save the state and `metrics`, after the previous save.
 
         Raises:
           UserError: the previous save failed, or this one could not start.
@@ -93,18 +91,16 @@ class Checkpoints:
             return
         arrays = {"params": named_leaves(state.params), "rest": named_leaves(_rest(state))}
         with self._explained():
-            self._checkpointer.save_checkpointables_async(
-                step, {**arrays, "data": positions}, metrics=metrics
-            )
+            self._checkpointer.save_checkpointables_async(step, arrays, metrics=metrics)
 
     def wait(self) -> None:
         """Waits until the last save is on disk; raises `UserError` if it failed."""
         with self._explained():
             self._checkpointer.wait()
 
-    def restore(self, like: State) -> tuple[State, list[Any], list[int]]:
-        """Returns the newest readable checkpoint: its state, its data positions, and the unreadable
-        steps, which are moved to another folder, so that the run can write them again.
+    def restore(self, like: State) -> tuple[State, list[int]]:
+        """Returns the state of the newest readable checkpoint, and the unreadable steps, which are
+        moved to another folder, so that the run can write them again.
 
         `like` is a state of abstract arrays with shardings, for any number of devices.
 
@@ -112,7 +108,7 @@ class Checkpoints:
           UserError: there is no readable checkpoint of this model; then nothing is moved.
         """
         rest = _rest(like)
-        wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest), "data": None}
+        wanted = {"params": named_leaves(like.params), "rest": named_leaves(rest)}
         # All hosts must take the same step, so a step that one of them cannot read is damaged.
         steps = sorted(set.intersection(*map(set, hosts.gather(self.steps()))))
         damaged: list[int] = []
@@ -129,7 +125,7 @@ class Checkpoints:
         self._set_aside(damaged)
         params = with_leaves(like.params, loaded["params"])
         state = dataclasses.replace(like, params=params, **with_leaves(rest, loaded["rest"]))
-        return state, loaded["data"], damaged
+        return state, damaged
 
     def restore_params(self, like: Any, step: int | None = None) -> Any:
         """Returns only the parameters of a checkpoint, in the structure of `like`. A `step` of None

@@ -14,6 +14,8 @@ from spectr_jax.utils.files import parse_json, read_text, write_json
 LANGUAGE_MODEL, DRAFT_STUDENT = KINDS = "language_model", "student"
 """Values of a config's field `kind`."""
 CONFIG, STUDENT, TOKENIZER = "config.json", "student.json", "tokenizer.model"
+PACKED = "packed"
+"""The folder of a run's own packed text."""
 BITS, REJECTION = "eval_bits_per_character", "eval_rejection"
 """Metrics that the best checkpoint minimises: of a language model, and of a student, 1 - alpha_1 on
 the first held-out labels."""
