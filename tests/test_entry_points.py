@@ -55,12 +55,11 @@ PROGRAMS = {  # The flag of the folder that each program writes to, then its oth
     "scripts/prepare_lm1b.py": ("data_dir",),
     "scripts/dev/compile_for.py": ("workdir",),
     "scripts/dev/compile_large.py": ("workdir",),
-    "scripts/train_ladder.py": ("workdir",),
     "scripts/dev/check_outputs.py": ("workdir",),
     "scripts/dev/compare_llama_cpp.py": ("workdir",),
 }
 TRAIN, EVAL, PACK, LABEL, TABULATE, EXPORT, SAMPLE, LM1B, *SCRIPTS = PROGRAMS
-COMPILE, COMPILE_LARGE, LADDER, OUTPUTS, LLAMA_CPP = SCRIPTS
+COMPILE, COMPILE_LARGE, OUTPUTS, LLAMA_CPP = SCRIPTS
 EXPERIMENTS = ("trees", "latency", "quality", "auto", "distil", "figures")
 TREES, LATENCY, QUALITY, AUTO, DISTIL, FIGURES = (
     f"--config=configs/{name}.py" for name in EXPERIMENTS
@@ -357,32 +356,6 @@ CASES = [
     (COMPILE_LARGE, "--device=v9", "unknown --device 'v9'; known: h100, v5e"),
     (COMPILE, "--device=h1000", "unknown --device 'h1000'; did you mean 'h100'?"),
     (COMPILE, "--only=spectre", "unknown --only 'spectre'; did you mean 'spectr'?"),
-    (LADDER, "--only=train_3m", "unknown stage 'train_3m'; did you mean 'train_6m'?"),
-    (
-        LADDER,
-        "--data=packed:spectr_jax/embedded --heldout=README.md --only=pack",
-        "unknown stage 'pack'; known: auto_1",
-    ),
-    (
-        LADDER,
-        "--tfds_dir=/nowhere",
-        "the TFDS corpus 'tfds:lm1b:test' cannot be opened in /nowhere",
-    ),
-    (
-        LADDER,
-        "--data=README.md",
-        "--data and --heldout belong together; give both, or neither for LM1B",
-    ),
-    (LADDER, "--data=/nowhere --heldout=README.md", "no text file matches '/nowhere'"),
-    (LADDER, "--data=README.md --heldout=/nowhere", "no text file matches '/nowhere'"),
-    (
-        LADDER,
-        "--data=packed:/nowhere --heldout=README.md",
-        "'/nowhere' is not a packed corpus that can be read",
-    ),
-    (LADDER, "--stage_flags=--config.steps=9", "--stage_flags='--config.steps=9': "),
-    (LADDER, "--stage_flags=tables:--x", "unknown stage 'tables'; did you mean 'table2'?"),
-    (LADDER, "--stage_flags=train:'", '--stage_flags="train:\'": No closing quotation'),
 ]
 
 Ended = collections.namedtuple("Ended", ["status", "stdout", "stderr"])
