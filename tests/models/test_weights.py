@@ -81,8 +81,13 @@ def test_safetensors_files_of_other_programs_are_refused(path):
 def test_parameters_that_contradict_the_stored_shape_are_refused(path):
     with safetensors.safe_open(path, framework="flax") as file:
         metadata = file.metadata()
-    safetensors.numpy.save_file({"x": np.zeros(3)}, path, metadata)
+    tensors = safetensors.flax.load_file(path)
+    safetensors.flax.save_file(tensors | {"x": np.zeros(3)}, path, metadata)
     with pytest.raises(UserError, match=r"x is \[3\] where its configuration gives none"):
+        load_weights(path)
+    del tensors["embed/embedding/value"]
+    safetensors.flax.save_file(tensors, path, metadata)
+    with pytest.raises(UserError, match="lacks embed/embedding/value, a part of its model"):
         load_weights(path)
 
 
