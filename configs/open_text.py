@@ -1,4 +1,4 @@
-"""The paper's ladder on open text that is packed once, as in `scripts/train_ladder.sh --data=...`.
+"""The paper's ladder on open text that is packed once, as in `DATA=... scripts/train_ladder.sh`.
 
     python -m spectr_jax.pack --data='corpus/train-*.txt.xz' --out=packed
     python -m spectr_jax.train --config=configs/open_text.py:target_97m \\

@@ -1,6 +1,6 @@
 """SpecTr, Tables 2 and 4: tokens per serial call of the 97M with drafts of 2M, 6M and 20M on LM1B.
 
-    scripts/train_ladder.sh --workdir=runs/lm1b    # trains the four models, then runs this
+    scripts/train_ladder.sh runs/lm1b    # trains the four models, then runs this
     python -m spectr_jax.eval --config=configs/table2.py --workdir=runs/table2
 
 1,000 test prompts, three seeds, temperature 1, K in {1, 2, 4, 8}, L in {4, 8}. All rows together

@@ -35,7 +35,10 @@ _DTYPE = flags.DEFINE_string(
     "for --format=llama.",
 )
 _PART_MB = flags.DEFINE_float(
-    "part_mb", 0.0, "The largest size of a file in MB; 0 for one file of any size.", lower_bound=0.0
+    "part_mb",
+    0.0,
+    "The largest size of a file's arrays in MB; 0 for one file of any size.",
+    lower_bound=0.0,
 )
 
 

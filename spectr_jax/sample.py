@@ -304,13 +304,10 @@ def _show(session, prompts, html: pathlib.Path | None) -> None:
     from spectr_jax.sampling import session as sampling
     from spectr_jax.utils.files import write_whole
 
-    if _CHAT.value:
-        chat.check(session)
-    encode = chat.encode_message if _CHAT.value else sampling.encode
     command = "python -m spectr_jax.sample " + shlex.join(sys.argv[1:])
     colour = _colour()
     baseline, shown, measured = None, [], []
-    for number, (prompt, tokens) in enumerate(sampling.encode_all(session, prompts, encode)):
+    for number, (prompt, tokens) in enumerate(chat.encode_alone(session, prompts, _CHAT.value)):
         prompt += "\n\n" if _CHAT.value else ""
         key = jax.random.fold_in(jax.random.key(_SEED.value), number)
         decoded = sampling.decode(session, session.method, tokens, key)

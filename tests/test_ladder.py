@@ -1,226 +1,95 @@
-"""Runs scripts/train_ladder.py at toy size: it is stopped, two stages fail, and it resumes.
-
-The stages `trees` and `auto_32` are made to fail after their flags are checked. They take long, and
-other files test them.
-"""
+"""Tests the commands of scripts/train_ladder.sh, with a program in the place of Python."""
 
 import json
-import os
 import pathlib
-import random
-import shlex
-import signal
+import re
+import runpy
+import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
-from spectr_jax.loading.by_name import load
-from spectr_jax.training.metrics import read_metrics
-
 ROOT = pathlib.Path(__file__).parents[1]
-TRAININGS = ["train_2m", "train_6m", "train_20m", "train_97m"]
-MODELS = ["draft_2m", "draft_6m", "draft_20m", "target_97m"]
-TABLES = {
-    "table2": "tokens_per_call",
-    "latency": "latency",
-    "quality": "quality",
-    "figures": "spectr_figure_5",
-}
-FAILING = {"auto_32": "auto", "trees": "trees"}
-WORDS = ["draft", "target", "token", "plan", "tree", "chain", "model", "prefix", "accepts", "emits"]
-SHAPE = {
-    "model.width": 16,
-    "model.mlp": 32,
-    "model.heads": 2,
-    "model.layers": 1,
-    "model.vocab_size": 320,
-}
-TRAINING = {
-    **SHAPE,
-    "model.context": 32,
-    "steps": 20,
-    "batch_size": 8,
-    "optimizer.warmup_steps": 4,
-    "log_every": 5,
-}
-DECODING = {
-    "prompt_tokens": 3,
-    "max_new_tokens": 5,
-    "seeds": (0, 1),
-    "num_prompts": 5,
-    "batch_size": 4,
-}
-PHASES = {"methods": ("spectr",), "num_drafts": 2, "phase_batch_sizes": (1,)}
-TOY = {
-    "train": {**TRAINING, "eval_every": 10, "checkpoint_every": 10},
-    "table2": {"num_drafts": (1,), "draft_lengths": (2,), "optimal_acceptance": False},
-    "latency": {**PHASES, "runs": 2, "context": 4, "lengths": (2,), "batch_sizes": (1,)},
-    "quality": {"sentences": 60, "dtypes": ("float32",)},
-    "trees": {"sizes": (1,), "draft_length": 1, "extra_trees": ("1",), "exit_layer": 0},
-    "auto_1,auto_32": {"candidates": ("block chain:1",)},
-    "table2,trees,auto_1,auto_32": DECODING,
-}
-
-# Runs the script. Forks the program of each stage, because importing JAX in each takes most of the
-# time.
-FORKING = """
-import importlib, os, runpy, signal, subprocess, sys
-from absl import flags
-sys.path.insert(0, "tests")
-import fork_server
-
-class Forked:
-    def __init__(self, command):
-        self.pid = os.fork()
-        if not self.pid:
-            subprocess.Popen = popen
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for flag in flags.FLAGS.get_flags_for_module(sys.argv[0]):
-                delattr(flags.FLAGS, flag.name)
-            fork_server.become(command[2], command[3:], {}, "/dev/stdout", "/dev/stderr")
-    def terminate(self):
-        os.kill(self.pid, signal.SIGTERM)
-    def wait(self):
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-for module in ("training.loop", "experiments.figures.acceptance", "data.packed"):
-    importlib.import_module("spectr_jax." + module)
-for experiment in ("auto", "latency", "quality", "tokens_per_call", "trees"):
-    importlib.import_module("spectr_jax.experiments." + experiment)
-popen, subprocess.Popen = subprocess.Popen, Forked
-fork_server.SECONDS = 600
-sys.argv[0] = "scripts/train_ladder.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
+PYTHON = f"""#!{sys.executable}
+import json, pathlib, sys
+print(json.dumps(sys.argv[1:]))
+if "--config=configs/latency.py" in sys.argv:
+    sys.exit(75)
 """
 
 
 @pytest.fixture
-def ladder(tmp_path):
-    """Returns a function that starts the script on generated sentences with more `--stage_flags`.
+def ladder(tmp_path, monkeypatch):
+    """Returns a function that runs the script: (exit status, commands, stderr)."""
+    for name, text in (("scripts/setup.sh", "#!/bin/sh\n"), (".venv/bin/python", PYTHON)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts/train_ladder.sh", tmp_path / "scripts")
 
-    stderr goes to stdout.
-    """
-    for name, count in (("train", 900), ("heldout", 60)):
-        draw = random.Random(name)
-        lines = [
-            " ".join(draw.choices(WORDS, k=draw.randint(3, 11))) + f" {index}."
-            for index in range(count)
-        ]
-        (tmp_path / f"{name}-0.txt").write_text("\n".join(lines) + "\n")
-    more = [
-        f"{names}: {shlex.join(f'--config.{key}={value}' for key, value in toy.items())}"
-        for names, toy in TOY.items()
+    def run(*arguments, **environment):
+        for name in ("DATA", "HELDOUT", "FLAGS", "TFDS_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        command = [tmp_path / "scripts/train_ladder.sh", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        commands = [json.loads(line)[1:] for line in ended.stdout.splitlines()]
+        return ended.returncode, commands, ended.stderr
+
+    return run
+
+
+REST = ("quality", "auto_1", "auto_32", "trees", "figures")
+
+
+def test_all_flags_and_config_fields_exist(ladder):
+    _, until, _ = ladder("work")
+    status, rest, _ = ladder("work", *REST)
+    assert status == 0
+    modules = [command[0].removeprefix("spectr_jax.") for command in until + rest]
+    assert modules == ["pack", *["train", "export"] * 4, *["eval"] * (2 + len(REST))]
+    for module, *flags in until + rest:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+        config = None
+        if "config" in given:
+            path, *argument = given["config"].split(":")
+            config = runpy.run_path(str(ROOT / path))["get_config"](*argument)
+        for name in given:
+            if name.startswith("config."):
+                place = config
+                for part in name.split(".")[1:]:
+                    place = place[part]
+            else:
+                assert re.search(rf'DEFINE_\w+\(\s*"{name}"', source), (module, name)
+
+
+def test_a_program_that_stops_ends_the_script_with_its_status(ladder):
+    status, commands, _ = ladder("work")
+    assert status == 75 and "--config=configs/latency.py" in commands[-1]
+
+
+def test_stages_take_flags_and_other_text(ladder):
+    flags = {"DATA": "text/*", "HELDOUT": "heldout/*", "FLAGS": "--config.steps=9 --import=a"}
+    status, commands, _ = ladder("work", "pack", "train_6m", **flags)
+    assert status == 0 and [command[0] for command in commands] == [
+        *("spectr_jax.pack", "spectr_jax.train", "spectr_jax.export")
     ]
-    more += [
-        "pack: --vocab_size=320 --length=32",
-        "figures: --config.draws=200 --config.prompt=draft",
-        "export: --dtype=int8",
-    ]
-
-    def start(*further, only=()):
-        command = [sys.executable, "-c", FORKING, f"--workdir={tmp_path}/work"]
-        command += [f"--data={tmp_path}/train-*.txt", f"--heldout={tmp_path}/heldout-*"]
-        command += [
-            f"--only={','.join(only)}",
-            *(f"--stage_flags={flags}" for flags in (*more, *further)),
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OPENBLAS_NUM_THREADS": "1",
-        }  # A process that forks must have one thread.
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    return start
+    pack, train, export = commands
+    assert "--data=text/*" in pack and "--out=work/packed" in pack
+    assert {"--config=configs/open_text.py:draft_6m", "--config.data.heldout=heldout/*"} <= {*train}
+    assert train[-2:] == ["--config.steps=9", "--import=a"]
+    assert export[1:] == ["--model=work/draft_6m", "--out=work/ladder"]
+    _, commands, _ = ladder("work", "pack", "train_6m", **flags | {"DATA": "packed:there"})
+    assert len(commands) == 2 and "--config.data.train=packed:there" in commands[0]
 
 
-RSQRT = "train_20m: --config.optimizer.schedule=rsqrt"
-"""With other schedules another number of steps would make the learning rate jump."""
-
-
-def _started_stages(output):
-    """Returns the names of the stages that were started, in order."""
-    lines = [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
-    return [line for line in lines if " " not in line]
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ladder")
-def test_the_ladder_resumes_after_a_stop_and_failed_stages(ladder, tmp_path):
-    work = tmp_path / "work"
-    process = ladder(f"{RSQRT} --config.steps=100000")
-    deadline = time.monotonic() + 240
-    while (
-        not (work / "draft_20m/metrics.jsonl").exists()
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and output.endswith(
-        "stopped at stage train_20m; the same command resumes\n"
-    ), output
-    assert _started_stages(output) == ["pack", "train_2m", "train_6m", "train_20m"]
-    assert sorted(path.name for path in work.glob("ladder/*.safetensors")) == [
-        "draft_2m.safetensors",
-        "draft_6m.safetensors",
-    ]
-    saved = int(output.split("stopped and saved at step ")[1].split()[0])
-
-    for stage, table in FAILING.items():
-        other_table = work / f"results/{stage}/{table}.json"
-        other_table.parent.mkdir(parents=True)
-        other_table.write_text('{"config_hash": "of another"}')
-    last = f"{RSQRT} --config.steps={saved + 10}"
-    # auto_1 is left out, because it is auto_32 in smaller batches.
-    rest = [*TRAININGS, *FAILING, *TABLES]
-    output, _ = (process := ladder(last, only=rest)).communicate(timeout=500)
-    assert process.returncode == 2 and output.endswith("run the same command again\n"), output
-    assert "error: failed: auto_32, trees;" in output and f"from step {saved}\n" in output
-    assert sorted(_started_stages(output)) == sorted(rest)
-    assert output.count("finished: 20 steps") == 2
-    written = {
-        file: file.read_bytes() for name in TABLES for file in (work / "results" / name).iterdir()
-    }
-    again = ["pack", *TRAININGS, *TABLES]
-    output, _ = (process := ladder(last, only=again)).communicate(timeout=120)
-    assert process.returncode == 0 and _started_stages(output) == again, output
-    assert output.count(" is finished: commit ") == len(TABLES) and "is packed already" in output
-    assert output.count("\nfinished: ") == len(MODELS)
-    assert all(file.read_bytes() == content for file, content in written.items())
-
-    for name in MODELS:
-        steps = [record["step"] for record in read_metrics(work / f"{name}/metrics.jsonl")]
-        assert steps[-1] == (saved + 10 if name == "draft_20m" else 20)
-        assert load(str(work / "ladder" / name)).model.vocab_size == 320
-    made = {
-        stage: json.loads((work / f"results/{stage}/{table}.json").read_text())
-        for stage, table in TABLES.items()
-    }
-    assert [row["algorithm"] for row in made["table2"]["rows"]] == [
-        "baseline",
-        *["speculative"] * 3,
-    ]
-    assert made["figures"]["settings"]["draft"].endswith("ladder/draft_6m")
-    for row, name in zip(
-        made["quality"]["rows"], reversed(MODELS), strict=True
-    ):  # The int8 model's score is close to that of the trained model.
-        bits = row["scores"]["float32"]["eval_bits_per_character"]
-        trained = [
-            record
-            for record in read_metrics(work / f"{name}/metrics.jsonl")
-            if "eval_bits_per_character" in record
-        ]
-        assert row["model"] == name and bits != trained[-1][
-            "eval_bits_per_character"
-        ] == pytest.approx(bits, rel=0.005)
+def test_unknown_stages_and_missing_text_are_refused(ladder):
+    assert ladder("work", "train_3m")[::2] == (
+        2,
+        "no stage is named train_3m; the stages: pack train_2m train_6m train_20m train_97m table2 "
+        "latency quality auto_1 auto_32 trees figures\n",
+    )
+    assert ladder("work", DATA="text")[::2] == (2, "DATA needs HELDOUT, held-out text\n")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures and tests what needs a GPU, in at most nine minutes a call: scripts/dev/gpu.sh [PART...] [--toy]
-#   flags         methods under sets of XLA flags, and with cuDNN's attention
+#   flags         methods under sets of XLA flags
 #   speed         methods and trees for 1, 8, 32 and 250 sequences of the 97M
 #   tables        SpecTr's Tables 1 and 3, then 2 and 4
 #   large         methods on the shapes of an 8B target, on one device and split over all of them
@@ -42,7 +42,6 @@ flags() {
       timed flags 70 --label="graphs of loops"
     XLA_FLAGS="$given$command_buffer=" timed flags 70 --label="no graphs"
   fi
-  SPECTR_JAX_ATTENTION=cudnn timed flags 70 --label=cudnn
 }
 
 tests() {

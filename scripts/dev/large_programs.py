@@ -18,9 +18,9 @@ from spectr_jax.decoding.generate import lower
 from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
 from spectr_jax.models.frozen import Frozen, freeze
+from spectr_jax.models.leaves import named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize
-from spectr_jax.models.weights import named_leaves, with_leaves
 from spectr_jax.utils import sharding
 from spectr_jax.utils.errors import UserError
 

@@ -112,18 +112,15 @@ def _on_any_tree(verifier: Verifier, *, tree: Tree | str = ANY_TREE) -> Method:
     return Method("", trees.parse(tree), verifier)
 
 
-def kseq_gamma(
+def spectr(
     *,
     num_drafts: Count = None,
     draft_length: Count = None,
     tree: Shape = None,
-    gamma: float | None = None,
+    gamma: float | None = 1.0,
 ) -> Method:
-    """Returns `spectr` with K-SEQ at a given gamma (SpecTr, Algorithm 2).
-
-    By default gamma is the number of live drafts, which needs no search.
-    """
-    verifier = TokenByToken(transport.get("kseq_gamma", gamma=gamma))
+    """Returns SpecTr's method: K-SEQ (`transport.kseq`) at gamma*, or at a given gamma."""
+    verifier = TokenByToken(transport.get("kseq", gamma=gamma))
     return Method("", _shape(num_drafts, draft_length, tree), verifier)
 
 
@@ -200,9 +197,8 @@ METHODS: dict[str, Factory] = {
     "speculative": partial(_on_chain, TokenByToken(_plan("maximal"))),
     # Block verification: Sun et al., 2024.
     "block": partial(_on_chain, Block(_plan("maximal"))),
-    # K-SEQ at gamma*: SpecTr, Algorithms 2, 3 and 5.
-    "spectr": partial(_on_iid_drafts, TokenByToken(_plan("kseq"))),
-    "kseq_gamma": kseq_gamma,
+    # K-SEQ: SpecTr, Algorithms 2, 3 and 5.
+    "spectr": spectr,
     # A reference point: tokens are drawn from the target, whatever the drafts are.
     "naive": partial(_on_iid_drafts, TokenByToken(_plan("naive"))),
     # SpecInfer's multi-step verification.

@@ -239,27 +239,25 @@ def spelled(branching: tuple[int, ...]) -> str:
     return ",".join(map(str, branching))
 
 
-def optimal_tree(R: Sequence[float], size: int, height: int | None = None) -> Tree:
-    """Returns the tree of `size` nodes and at most `height` that maximises `expected_tokens`.
+def optimal_tree(R: Sequence[float], size: int) -> Tree:
+    """Returns the tree of `size` nodes that maximises `expected_tokens`.
 
     Source: ERSD, Algorithm 3.
 
     Raises:
-      UserError: R does not descend, or is too short for a tree of that size and height.
+      UserError: R is empty or does not descend.
     """
-    return tree_of(optimal_order(R, size, height))
+    return tree_of(optimal_order(R, size))
 
 
-def optimal_order(
-    R: Sequence[float], size: int, height: int | None = None
-) -> list[tuple[int, ...]]:
+def optimal_order(R: Sequence[float], size: int) -> list[tuple[int, ...]]:
     """Returns the nodes of `optimal_tree`, likeliest first, as child indices from the root.
 
     The first n nodes are the optimal tree of n nodes. The search is ERSD's Algorithm 3, with a
     priority queue: O(N log N).
 
     Raises:
-      UserError: R does not descend, or is too short for a tree of that size and height.
+      UserError: R is empty or does not descend.
     """
     check_positive(size=size)
     if len(R) < 1 or not all(1 >= a >= b >= 0 for a, b in zip(R, [*R[1:], 0], strict=True)):
@@ -270,17 +268,10 @@ def optimal_order(
     order: list[tuple[int, ...]] = []
     queue: list[tuple[float, tuple[int, ...]]] = [(-R[0], (0,))]
     while len(order) < size:
-        if not queue:
-            raise UserError(
-                f"size={size}: is too large for {len(R)} children per node and height={height}; "
-                "lower it"
-            )
         _, node = heapq.heappop(queue)
         order.append(node)
-        relatives = [(*node[:-1], node[-1] + 1)] if node[-1] + 1 < len(R) else []
-        if height is None or len(node) < height:
-            relatives.append((*node, 0))
-        for relative in relatives:
+        siblings = [(*node[:-1], node[-1] + 1)] if node[-1] + 1 < len(R) else []
+        for relative in [*siblings, (*node, 0)]:
             heapq.heappush(queue, (-float(np.prod([R[index] for index in relative])), relative))
     return order
 

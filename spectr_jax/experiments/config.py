@@ -50,7 +50,7 @@ def trees_config() -> ml_collections.ConfigDict:
         draft="2m",
         # Each N compares these on the trees that they can draft.
         methods=(
-            *("speculative", "block", "naive", "recursive", "kseq_gamma", "spectr", "spectr+"),
+            *("speculative", "block", "naive", "recursive", "spectr", "spectr+"),
             *("spectr++", "otm", "gbv", "gbv_conditional", "otm_block", "otm_layer", "gsd"),
             *("traversal", "traversal_iid", "ersd", "greedy_drafts"),
         ),

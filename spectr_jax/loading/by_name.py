@@ -174,7 +174,7 @@ def load_run(workdir: pathlib.Path, dtype: str = "float32", best: bool = False) 
 def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any:
     """Returns the parameters of a run's newest or best checkpoint, in the structure of `state`."""
     from spectr_jax.models.formats.checkpoint import Checkpoints
-    from spectr_jax.models.weights import check_finite
+    from spectr_jax.models.formats.tensors import check_finite
 
     if not (workdir / "checkpoints").is_dir():
         raise UserError(f"no checkpoints in {str(workdir)!r}; train there first, or fix the path")
@@ -199,9 +199,7 @@ def _from_path(spec: str, dtype: str, mesh: Mesh | None) -> Trained:
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
         if spec.endswith(BEST):
             raise UserError(f"{spec!r} is a model file; leave {BEST} out, which is for workdirs")
-        if mesh is not None:
-            return _from_file(path, dtype, mesh)
-        return _quantizing(lambda _, dtype: _from_file(path, dtype))(spec, dtype)
+        return _from_file(path, dtype, mesh)
     if spec in PUBLISHED:
         raise UserError(f"model {spec!r} is only in a clone of the repository; run: {CLONE}")
     if (path / "config.json").is_file():

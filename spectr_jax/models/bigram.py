@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spectr_jax.models.base import split_abstract
 from spectr_jax.models.cache import Cache
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.utils.errors import UserError
@@ -82,8 +81,3 @@ class Bigram(nnx.Module):
         log_probs_BxNxR = self.log_probs[...][tokens_BxN].astype(jnp.float32)
         none = jnp.full((*tokens_BxN.shape, self.vocab_size), -jnp.inf)
         return jnp.put_along_axis(none, next_BxNxR, log_probs_BxNxR, -1, inplace=False), cache
-
-
-def abstract(config: BigramConfig) -> tuple[Any, Any]:
-    """Returns (graphdef, state of abstract arrays) of a model of this shape."""
-    return split_abstract(lambda _: Bigram(config))

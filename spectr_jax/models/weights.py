@@ -15,10 +15,10 @@ import safetensors.flax
 from flax import nnx
 from jax.sharding import Mesh
 
-from spectr_jax.models import bigram, llama, transformer
 from spectr_jax.models.bigram import Bigram, BigramConfig
+from spectr_jax.models.formats.parts import fill
 from spectr_jax.models.formats.tensors import Unread, locations_of, unread
-from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
+from spectr_jax.models.leaves import dtype_in, named_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
@@ -34,12 +34,12 @@ EXPORT = "export_sha256"
 """Metadata key whose value all parts of one export share. Older files lack it."""
 
 AnyStored: TypeAlias = Transformer | Llama | Bigram
-FAMILIES: dict[str | None, tuple[type, type, Any]] = {
-    None: (Transformer, TransformerConfig, transformer.abstract),
-    "llama": (Llama, LlamaConfig, llama.abstract),
-    "bigram": (Bigram, BigramConfig, bigram.abstract),
+FAMILIES: dict[str | None, tuple[type, type]] = {
+    None: (Transformer, TransformerConfig),
+    "llama": (Llama, LlamaConfig),
+    "bigram": (Bigram, BigramConfig),
 }
-"""The class, the class of its config, and the abstract state of each value of `family`."""
+"""The class and the class of its config, of each value of `family`."""
 
 
 def save_weights(
@@ -60,14 +60,14 @@ def save_weights(
       notes: JSON values on the training.
       dtype: "bfloat16", or "int8": matrices as int8 with a float32 scale for each output (for each
         token of an embedding).
-      part_bytes: largest size of a file; None for one file of any size.
+      part_bytes: largest size of the arrays in a file, if it has more than one array; None for one
+        file of any size.
 
     Returns:
       The files: PATH.safetensors, or PATH-00001-of-00003.safetensors and so on.
 
     Raises:
-      UserError: an array does not fit in `part_bytes`, the dtype is unknown, or the model is split
-        over a mesh.
+      UserError: the dtype is unknown, or the model is split over a mesh.
     """
     if dtype not in STORED:
         raise unknown("stored dtype", dtype, STORED)
@@ -93,7 +93,7 @@ def save_weights(
             arrays[name] = jnp.asarray(leaf, dtype_in(name, "bfloat16"))
     digests = {name: digest(np.asarray(array).tobytes()) for name, array in arrays.items()}
     metadata[EXPORT] = digest(json.dumps([metadata, part_bytes, digests]).encode())
-    parts = _parts(arrays, metadata, part_bytes)
+    parts = _parts(arrays, part_bytes)
     numbers = [f"-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)]
     files = [path.with_name(path.name + number * (len(parts) > 1) + SUFFIX) for number in numbers]
     for file, part in zip(files, parts, strict=True):
@@ -144,8 +144,7 @@ def load_weights(
 
     Args:
       path: path of the model, with or without the suffix of its one file.
-      dtype: "float32" or "bfloat16", of parameters and activations, whatever the files hold. With a
-        mesh also "int8", as in `parts.fill`.
+      dtype: "float32", "bfloat16" or "int8", as in `parts.fill`, whatever the files hold.
       mesh: as in `parts.fill`. A `Bigram` is read onto one device, and is never in int8.
 
     Returns:
@@ -157,9 +156,10 @@ def load_weights(
     """
     try:
         metadata, stored = _read(path)
-        kind, config_kind, abstract = FAMILIES[metadata.get("family")]
-        fields: dict[str, Any] = {"dtype": "float32" if dtype == "int8" else dtype}
-        fields |= {"dropout": 0.0} if kind is Transformer else {}
+        kind, config_kind = FAMILIES[metadata.get("family")]
+        fields: dict[str, Any] = {"dtype": "float32"} | (
+            {"dropout": 0.0} if kind is Transformer else {}
+        )
         config: Any = config_kind(**parse_json(metadata["model"]) | fields)
         tokenizer = metadata["tokenizer_sha256"]
     except UserError:
@@ -169,30 +169,14 @@ def load_weights(
             f"{str(path)!r} is not a model file that can be read ({error}); fetch or export it "
             "again"
         ) from error
-    graphdef, state = abstract(config)
-    wanted = named_leaves(state)
-    shapes = {name: leaf.shape for name, leaf in wanted.items()}
-    if {name: stored[name].shape for name in stored if not name.endswith(SCALE)} != shapes:
-        raise UserError(
-            f"the parameters in {str(path)!r} do not fit its own model shape {config}; fetch or "
-            "export it again"
-        )
-    arrays = ((name, _array(path, name, stored, config.vocab_size)) for name in wanted)
-    if mesh is not None and kind is not Bigram:
-        from spectr_jax.models.formats.parts import fill  # It imports this module.
-
-        as_there = ((name.removesuffix("/value"), _turned(name, array)) for name, array in arrays)
-        return fill(config, as_there, dtype, source=str(path), mesh=mesh), tokenizer
-    leaves = {}
-    for name, array in arrays:
-        is_float = jnp.issubdtype(wanted[name].dtype, jnp.floating)
-        leaves[name] = jnp.asarray(array, dtype_in(name, config.dtype) if is_float else None)
-    return nnx.merge(graphdef, with_leaves(state, leaves)), tokenizer
-
-
-def _turned(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns an array in Hugging Face's layout, in which kernels are [outputs, inputs]."""
-    return array.T if name.endswith("/kernel/value") else array
+    arrays = (
+        (name.removesuffix("/value"), _array(path, name, stored, config.vocab_size))
+        for name in stored
+        if not name.endswith(SCALE)
+    )
+    if kind is Bigram:
+        dtype, mesh = "float32" if dtype == "int8" else dtype, None
+    return fill(config, arrays, dtype, source=str(path), mesh=mesh), tokenizer
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:
@@ -214,8 +198,6 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:
                 f"{str(file)!r} is a safetensors file of another program; give one of ours"
             )
         exports.setdefault(metadata.get(EXPORT), file)
-        if twice := sorted(arrays.keys() & found.keys()):
-            raise UserError(f"{str(path)!r} has {twice[0]!r} in two parts; export it again")
         arrays |= {name: unread(place) for name, place in found.items()}
     if len(exports) > 1:
         first, second, *_ = (file.name for file in exports.values())
@@ -227,41 +209,18 @@ def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:
 
 
 def _array(path: pathlib.Path, name: str, stored: dict[str, Unread], vocab_size: int) -> np.ndarray:
-    """Returns an array of a model's files, dequantized, after a check of its values.
+    """Returns an array of a model's files, dequantized, in Hugging Face's layout.
 
     NumPy dequantizes it, because XLA would compile programs for each shape.
     """
     array = stored[name][:]
-    check_finite(str(path), name.removesuffix("/value"), array)
     if name + SCALE in stored:
-        scale = stored[name + SCALE][:]
-        check_finite(str(path), name.removesuffix("/value"), scale)
-        return array.astype(np.float32) * scale
+        with np.errstate(invalid="ignore"):  # `fill` refuses values that are not finite.
+            array = array.astype(np.float32) * stored[name + SCALE][:]
     if array.dtype.kind in "iu" and not np.all((array >= 0) & (array < vocab_size)):
         outside = f"{name} has tokens outside 0..{vocab_size - 1}"
         raise UserError(f"{str(path)!r}: {outside}; fetch or export it again")
-    return array
-
-
-def check_finite(source: str, name: str, array: np.ndarray | jax.Array) -> None:
-    """Raises `UserError` if an array of a model has a value that is not finite.
-
-    Args:
-      source: the model, named in errors.
-      name: the array, named in errors.
-      array: of any dtype; integers are finite.
-    """
-    array = np.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return
-    # Bits above those of infinity are NaN. NumPy compares integers faster than it tests floats.
-    of_size, infinity = array.dtype.itemsize, np.array([np.inf, -np.inf], array.dtype)
-    for sign, kind in enumerate("iu"):
-        bits = array.view(f"{kind}{of_size}")
-        if bits.max(initial=0) >= infinity.view(f"{kind}{of_size}")[sign]:
-            raise UserError(
-                f"{source!r}: {name} has values that are not finite; fetch or train the model again"
-            )
+    return array.T if name.endswith("/kernel/value") else array
 
 
 def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -272,28 +231,16 @@ def _quantized(name: str, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole.T, scale.T
 
 
-def _parts(
-    arrays: dict[str, jax.Array], metadata: dict[str, str], part_bytes: int | None
-) -> list[dict[str, jax.Array]]:
+def _parts(arrays: dict[str, jax.Array], part_bytes: int | None) -> list[dict[str, jax.Array]]:
     """Returns the arrays of each file, in order; each file takes as many as fit."""
-    # The header begins with its length, and ends with blanks up to a multiple of 8.
-    empty = 8 + len(json.dumps({"__metadata__": metadata})) + 8
     parts: list[dict[str, jax.Array]] = [{}]
-    size = empty
+    size = 0
     for name, array in arrays.items():
-        # An upper bound: real offsets are shorter, and the header has no blanks between fields.
-        entry = {name: {"dtype": "BF16", "shape": array.shape, "data_offsets": [10**12, 10**12]}}
-        needed = len(json.dumps(entry)) + array.nbytes
-        if part_bytes and empty + needed > part_bytes:
-            raise UserError(
-                f"part_bytes={part_bytes}: {name!r} needs a file of {empty + needed} bytes; allow "
-                "larger parts (in export: --part_mb)"
-            )
-        if part_bytes and size + needed > part_bytes:
+        size += array.nbytes
+        if part_bytes and parts[-1] and size > part_bytes:
             parts.append({})
-            size = empty
+            size = array.nbytes
         parts[-1][name] = array
-        size += needed
     return parts
 
 

@@ -6,7 +6,6 @@ continued.
 """
 
 import contextlib
-import fcntl
 import json
 import pathlib
 import time
@@ -22,7 +21,7 @@ from spectr_jax.sampling import chat
 from spectr_jax.sampling import session as sessions
 from spectr_jax.sampling.session import Session
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import parse_json, path_in_errors, write_whole
+from spectr_jax.utils.files import lock, parse_json, path_in_errors, write_whole
 from spectr_jax.utils.progress import progress
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p")
@@ -60,13 +59,12 @@ def answer_all(
         settings or other prompts, or is another file. It stays as it is.
       OSError: `path` cannot be written. It keeps the answers that were finished.
     """
-    if is_chat:
-        chat.check(session)
-    encode = chat.encode_message if is_chat else sessions.encode
-    texts, tokens = zip(*sessions.encode_all(session, prompts, encode), strict=True)
+    texts, tokens = zip(*chat.encode_alone(session, prompts, is_chat), strict=True)
     header = _line({"settings": _settings(session, seed, dtype, is_chat)})
     totals = Totals(0, 0, 0, 0.0)
-    with path_in_errors(path), _locked(path) as file:
+    with path_in_errors(path), path.open("a+b") as file:
+        lock(file, f"--output={path}: another process writes it; wait, or choose another file")
+        file.seek(0)
         content = file.read()
         lines = _read(f"--output={path}", content, header, texts)
         if len(lines) < len(texts):
@@ -100,20 +98,6 @@ def _settings(session: Session, seed: int, dtype: str | None, is_chat: bool) -> 
         "weights of the target": frozen.digest(session.target),
         "weights of the draft": session.draft and frozen.digest(session.draft),
     }
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A context with the file open to be read, and to be written at its end, by one process."""
-    with path.open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"--output={path}: another process writes it; wait, or choose another file"
-            ) from error
-        file.seek(0)
-        yield file
 
 
 def _read(place: str, content: bytes, header: bytes, prompts: Sequence[str]) -> dict[int, bytes]:

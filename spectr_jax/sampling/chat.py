@@ -15,6 +15,7 @@ from spectr_jax.sampling.session import (
     Token,
     arguments,
     check_room,
+    encode,
     encode_all,
     note,
 )
@@ -45,6 +46,19 @@ def encode_message(session: Session, message: str) -> list[int]:
     """Returns the tokens of a conversation that starts with the user's `message`, up to where the
     answer begins. Raises `TooLong` if the target's context has no room for an answer."""
     return encode_next(session, [], message)
+
+
+def encode_alone(
+    session: Session, prompts: Prompts, is_chat: bool
+) -> Iterator[tuple[str, list[int]]]:
+    """Returns an iterator over prompts that do not depend on each other, each with its tokens.
+
+    With `is_chat` each prompt is the first message of a conversation. Raises as `encode_all`, and
+    `UserError` if the target has no chat template.
+    """
+    if is_chat:
+        check(session)
+    return encode_all(session, prompts, encode_message if is_chat else encode)
 
 
 def encode_next(session: Session, messages: list[dict[str, str]], message: str) -> list[int]:

@@ -6,22 +6,17 @@
 from collections.abc import Callable
 from typing import Any
 
+from numpy.typing import ArrayLike
+
 from spectr_jax.transport import rules
 from spectr_jax.transport.base import Choice, Plan
-from spectr_jax.transport.bounds import (
-    harmonic_bound,
-    optimal_acceptance,
-    theorem_1_bound,
-    total_variation,
-)
 from spectr_jax.transport.greedy import Greedy
 from spectr_jax.transport.greedy_multipath import GreedyMultiPath
 from spectr_jax.transport.iopt import OptimalKSeq
-from spectr_jax.transport.kseq import KSeq, KSeqGamma
+from spectr_jax.transport.kseq import KSeq
 from spectr_jax.transport.maximal import Maximal
 from spectr_jax.transport.naive import Naive
 from spectr_jax.transport.otm import OTM
-from spectr_jax.transport.otm_lp import OTMLinearProgram
 from spectr_jax.transport.race import Race
 from spectr_jax.transport.recursive import Recursive, RecursiveWithoutReplacement
 from spectr_jax.transport.spectr_plus_plus import SpecTrPlus, SpecTrPlusPlus
@@ -35,24 +30,19 @@ __all__ = [
     "Plan",
     "WinnerPlan",
     "get",
-    "harmonic_bound",
     "optimal_acceptance",
     "register",
     "rules",
-    "theorem_1_bound",
-    "total_variation",
 ]
 
 PLANS: dict[str, Callable[..., Plan]] = {
     "maximal": Maximal,
     "naive": Naive,
     "kseq": KSeq,
-    "kseq_gamma": KSeqGamma,
     "spectr+": SpecTrPlus,
     "spectr++": SpecTrPlusPlus,
     "optimal_kseq": OptimalKSeq,
     "otm": OTM,
-    "otm_lp": OTMLinearProgram,
     "greedy_multipath": GreedyMultiPath,
     "recursive": Recursive,
     "recursive_without_replacement": RecursiveWithoutReplacement,
@@ -89,3 +79,14 @@ def get(name: str, **options: Any) -> Plan:
     plan = registry.make(Plan, PLANS, name, options)  # type: ignore[type-abstract]
     object.__setattr__(plan, "name", name)  # Plans are frozen, and have the name of their entry.
     return plan
+
+
+def optimal_acceptance(p: ArrayLike, q: ArrayLike, k: int | float) -> float:
+    """Returns alpha_k(p, q), the largest acceptance of any plan for k i.i.d. drafts (see `otm`).
+
+    Takes O(V log V) time, in float64.
+
+    Raises:
+      UserError: p or q is not a distribution, their sizes differ, or k is not a positive integer.
+    """
+    return get("otm").acceptance(p, q, k)

@@ -14,7 +14,7 @@ $$S_k(\beta) = \sum_{i=0}^{k-1} (1 - \beta)^i, \qquad r(x) = q(x) - \min\left(p(
 \frac{q(x)}{\gamma}\right) S_k(\beta), \qquad p_{\mathrm{acc}} = 1 - (1 - \beta)^k.$$
 
 This form never divides by a number that may be 0. It gives exactly gamma = S = 1 for k = 1
-(Algorithm 1), and gamma = k for disjoint supports. `kseq_gamma` is the same plan at another gamma.
+(Algorithm 1), and gamma = k for disjoint supports.
 """
 
 import dataclasses
@@ -37,18 +37,18 @@ k = 64; `sequential` corrects this."""
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeqGamma(iopt.SequentialPlan):
-    """K-SEQ at a given gamma.
+class KSeq(iopt.SequentialPlan):
+    """K-SEQ. Its acceptance is highest at gamma*.
 
     Attributes:
-      gamma: at least 1; a value below gamma* is replaced by gamma*. None stands for the number of
-        drafts, which is valid for all p and q and needs no search.
+      gamma: at least 1; a value below gamma* is replaced by gamma*, so the default is gamma*. None
+        stands for the number of drafts, which is valid for all p and q and needs no search.
 
     Raises:
       UserError: gamma is less than 1, or infinite in float32.
     """
 
-    gamma: float | None = None
+    gamma: float | None = 1.0
 
     def __post_init__(self) -> None:
         gamma, most = self.gamma, float(np.finfo(np.float32).max)
@@ -70,13 +70,6 @@ class KSeqGamma(iopt.SequentialPlan):
         # Algorithm 2 in the form of SpecTr++: each alpha is 1 / gamma, for all tokens.
         gamma = k if self.gamma is None else max(self.gamma, optimal_gamma_exact(p, q, k))
         return iopt.Stages(np.full(k, 1 / gamma), np.ones((k, len(q)), bool))
-
-
-@dataclasses.dataclass(frozen=True)
-class KSeq(KSeqGamma):
-    """K-SEQ at gamma*, where its acceptance is highest."""
-
-    gamma: float = dataclasses.field(default=1.0, init=False)
 
 
 def sequential(

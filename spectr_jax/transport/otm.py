@@ -1,6 +1,6 @@
 r"""OTM-k: optimal transport with membership cost, solved exactly for k i.i.d. drafts.
 
-SpecTr solves OTM-k (section 5, problem (3)) by a linear program of V^(k+1) variables (`otm_lp`).
+SpecTr solves OTM-k (section 5, problem (3)) by a linear program of V^(k+1) variables.
 For i.i.d. drafts the optimum has a closed form. If every draft is in a set H, only tokens of H can
 be accepted, and they absorb at most q(H). So the rejection probability is at least p(H)^k - q(H)
 for each H. By max-flow min-cut the largest of these bounds is attained:

@@ -2,13 +2,10 @@
 status 2."""
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
 import pathlib
-import re
-import select
 import signal
 import sys
 import traceback
@@ -35,14 +32,11 @@ _STATUS_HELP = f"""
 Exit status:
   0    done
   {BAD_INPUT}    bad input, full disk or out of memory: one line on stderr says what to do
-{{saved}}  {CTRL_C}  stopped by Ctrl-C
+  {INTERRUPTED}   stopped by Ctrl-C or SIGTERM: the same command resumes
+  {CTRL_C}  stopped by Ctrl-C, with nothing to resume
   {CLOSED_PIPE}  the pipe that it prints to was closed
   1    a bug: please report its traceback
 """
-
-
-class _Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM in a program that can be resumed."""
 
 
 @contextlib.contextmanager
@@ -106,71 +100,89 @@ def run(
     is the flag that names the output folder, which is checked before any long work. With one, the
     same command resumes after Ctrl-C, unless `resumes` is False.
     """
-
-    def guarded(_):
-        # Tracing makes many lasting objects; scanning them often takes 0.7 s of a chat's start.
-        gc.set_threshold(10_000)
-        logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO.
-        processes = _process_flags()
-        exit_with = functools.partial(_exit, at_once=processes is not None)
-        try:
-            if output is not None:
-                _check_output(output)
-                if processes is None:  # With several, JAX's preemption service handles it.
-                    signal.signal(signal.SIGTERM, _terminate)
-            if processes is not None:
-                from spectr_jax.utils import hosts
-
-                hosts.connect(*processes)
-            check_device()
-            _keep_programs()
-            if "import" in flags.FLAGS:
-                _import_modules()
-            with _quiet_end(at_once=processes is not None):
-                main()
-        except Interrupted as stopped:
-            print(stopped, file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        except KeyboardInterrupt as error:
-            hint = "; the same command resumes" if output is not None and resumes else ""
-            status = INTERRUPTED if isinstance(error, _Terminated) else CTRL_C
-            exit_with(f"interrupted{hint}", error, status)
-        except Exception as error:
-            line = explain(error, None if output is None else os.path.expanduser(output.value))
-            if line is None:
-                raise
-            exit_with(f"error: {line}", error)
-
-    app.run(guarded, flags_parser=functools.partial(_parse, output is not None))
-
-
-def _terminate(*_) -> NoReturn:
-    raise _Terminated
-
-
-@contextlib.contextmanager
-def _quiet_end(at_once: bool = False) -> Iterator[None]:
-    """A context that exits silently if the program's output goes to a closed pipe."""
+    program = sys.modules["__main__"]
+    config_help = _CONFIG_HELP if "config" in flags.FLAGS else ""
+    program.__doc__ = f"{program.__doc__ or ''}{config_help}{_STATUS_HELP}"
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     try:
-        yield
-        if sys.stdout is not None:
-            sys.stdout.flush()  # Python's own flush at exit would print an error.
-    except BrokenPipeError:
-        outputs = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream is not None]
-        closed = [output for output in outputs if _is_closed_pipe(output)]
-        if not closed:  # The error is about another pipe.
+        try:
+            app.run(lambda _: _start(main, output), flags_parser=_parse)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # Python's own flush at exit would print an error.
+    except BrokenPipeError as error:
+        for closed in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), closed)  # For the remaining output.
+        _exit("", error, CLOSED_PIPE)
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as error:
+        if output is None or not resumes:
+            _exit("interrupted", error, CTRL_C)
+        _exit("interrupted; the same command resumes", error, INTERRUPTED)
+    except Exception as error:
+        folder = None if output is None else flags.FLAGS[output.name].value
+        line = explain(error, folder and os.path.expanduser(folder))
+        if line is None:
             raise
-        for output in closed:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # For the remaining output.
-        if at_once:
-            os._exit(CLOSED_PIPE)
-        sys.exit(CLOSED_PIPE)
+        _exit(f"error: {line}", error)
 
 
-def _is_closed_pipe(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)  # Errors are reported whatever events are requested.
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+def _parse(argv: list[str]) -> list[str]:
+    """Parses the flags and returns an empty list: other arguments are an error."""
+    try:
+        left = flags.FLAGS(argv)[1:]
+        # Reading `config` raises an error if its file could not be loaded.
+        if "config" in flags.FLAGS and not hasattr(flags.FLAGS.config, "keys"):
+            returned = f"get_config() returns {flags.FLAGS.config!r}"
+            raise TypeError(f"{returned}, and must return a config of spectr_jax")
+    except SystemExit as error:
+        if any(argument.startswith(("--help", "-help", "-?")) for argument in argv):
+            sys.exit(0)  # absl exits with 1 after --help.
+        raise UserError("the config file calls sys.exit; let it return a config") from error
+    except BrokenPipeError:  # The output of --help.
+        raise
+    except Exception as error:  # A config file may raise anything.
+        # ml_collections quotes the whole traceback of a config file's ValueError.
+        reason = str(error).strip().splitlines()[-1].strip(" .")
+        if isinstance(error, flags.Error):
+            reason = reason.removeprefix("spectr_jax.utils.errors.UserError: ")
+            raise UserError(f"{reason}; see --help") from error
+        if isinstance(error, AttributeError) and isinstance(error.args[0], KeyError):
+            where = "config.py of spectr_jax/training, distillation or experiments lists them"
+            raise UserError(f"unknown config field {error.args[0].args[0]}; {where}") from error
+        reason = f"{type(error).__name__}: {reason}"
+        raise UserError(
+            f"the config file fails: {reason}; fix it (--verbose shows where)"
+        ) from error
+    if left:
+        raise UserError(
+            f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
+        )
+    return left
+
+
+def _start(main: Callable[[], None], output: flags.FlagHolder | None) -> None:
+    """Checks what all programs need, and runs `main`."""
+    # Tracing makes many lasting objects; scanning them often takes 0.7 s of a chat's start.
+    gc.set_threshold(10_000)
+    logging.set_verbosity(logging.WARNING)  # Orbax logs every file at INFO.
+    processes = _process_flags()
+    if output is not None:
+        _check_output(output)
+    if processes is not None:
+        from spectr_jax.utils import hosts
+
+        hosts.connect(*processes)
+    elif output is not None:  # With several processes, JAX's preemption service handles it.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    check_device()
+    _keep_programs()
+    if "import" in flags.FLAGS:
+        _import_modules()
+    main()
 
 
 def _process_flags() -> list[Any] | None:
@@ -178,7 +190,7 @@ def _process_flags() -> list[Any] | None:
     if "coordinator" not in flags.FLAGS:
         return None
     found = [flags.FLAGS[name].value for name in ("coordinator", "processes", "process_id")]
-    given = flags.FLAGS.distributed or any(value is not None for value in found)
+    given = flags.FLAGS["distributed"].value or any(value is not None for value in found)
     return found if given else None
 
 
@@ -204,95 +216,13 @@ def _keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _parse(writes: bool, argv: list[str]) -> list[str]:
-    """Parses the flags and returns an empty list: other arguments are an error.
-
-    `writes` says whether the program writes to a folder, for the help.
-    """
-    _extend_help(writes)
-    try:
-        with _quiet_end():
-            left = flags.FLAGS(argv)[1:]
-        if left:
-            raise UserError(
-                f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
-            )
-        # Reading `config` raises an error if its file could not be loaded.
-        if "config" in flags.FLAGS and not hasattr(flags.FLAGS.config, "keys"):
-            raise UserError(
-                f"get_config() returns {flags.FLAGS.config!r}; return a config of spectr_jax"
-            )
-        return left
-    except SystemExit as error:
-        if error.code == CLOSED_PIPE:
-            raise
-        if _raised_in(error) != "absl.app":
-            _exit("error: the config file calls sys.exit; let it return a config", error)
-        with _quiet_end():  # absl exits with 1 after --help.
-            pass
-        sys.exit(0)
-    except KeyboardInterrupt as error:
-        _exit("interrupted", error, CTRL_C)
-    except Exception as error:  # A config file may raise anything.
-        _exit(f"error: {_reason(error)}", error)
-
-
-def _raised_in(error: BaseException) -> str:
-    """Returns the name of the module that raised `error`."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "")
-
-
-def _extend_help(writes: bool) -> None:
-    """Adds the flags of this module and the exit statuses to absl's --help."""
-    for flag in flags.FLAGS.get_flags_for_module(__name__):
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    needed = [
-        f"--{name}"
-        for name in flags.FLAGS
-        if any("than None" in check.message for check in flags.FLAGS[name].validators)
-    ]
-    program = sys.modules["__main__"]
-    parts = [program.__doc__ or "", _CONFIG_HELP if "config" in flags.FLAGS else ""]
-    parts.append(f"\nRequired: {', '.join(needed)}\n" if needed else "")
-    saved = (
-        f"  {INTERRUPTED}   stopped by SIGTERM, or a training by Ctrl-C: the same command resumes\n"
-    )
-    program.__doc__ = "".join([*parts, _STATUS_HELP.format(saved=saved if writes else "")])
-
-
-def _reason(error: Exception) -> str:
-    """Returns a one-line message for an error of absl, ml_collections or a config file."""
-    text = str(error).strip()
-    if "UserError: " in text:  # Raised in a config file: ml_collections quotes the whole traceback.
-        return text.split("UserError: ", 1)[1]
-    if missing := re.findall(r"Flag (--\w+) must have a value", text):
-        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help"
-    if isinstance(error, UserError):
-        return text
-    if isinstance(error, flags.Error):
-        return f"{text.splitlines()[0].rstrip('.')}; see --help"
-    if isinstance(error, AttributeError | KeyError) and "get_config" not in text:
-        # Some messages are quoted twice.
-        text = text.strip('"').replace("\\n", "; ").replace("\\'", "'")
-        return f"unknown config field {text}; config.py of spectr_jax/training, distillation or experiments lists them"
-    if isinstance(error, OSError):
-        return f"the config file cannot be loaded: {text.splitlines()[-1].strip()}; check the path"
-    return f"the config file fails: {type(error).__name__}: {text}; fix it (--verbose shows where)"
-
-
-def _exit(
-    line: str, error: BaseException, status: int = BAD_INPUT, at_once: bool = False
-) -> NoReturn:
-    """Prints `line`, after the traceback if --verbose is given, and exits.
-
-    With `at_once` it skips the handlers of JAX, which would wait for processes that wait for this
-    one.
-    """
+def _exit(line: str, error: BaseException, status: int = BAD_INPUT) -> NoReturn:
+    """Prints `line`, after the traceback if --verbose is given, and exits."""
     # The flag may follow one that was not parsed.
     if flags.FLAGS["verbose"].value or "--verbose" in sys.argv:
         traceback.print_exception(error)
-    print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
-    if at_once:
-        os._exit(status)
+    if line:
+        print(" ".join(part.strip() for part in line.splitlines()), file=sys.stderr, flush=True)
+    if _process_flags() is not None:
+        os._exit(status)  # The handlers of JAX wait for processes that wait for this one.
     sys.exit(status)

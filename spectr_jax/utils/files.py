@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from spectr_jax.utils.errors import UserError
 
@@ -57,6 +57,15 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def lock(file: IO[Any], taken: str) -> None:
+    """Locks an open file until this process closes it or ends; raises `UserError(taken)` if another
+    process has the lock."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(taken) from error
 
 
 @contextlib.contextmanager

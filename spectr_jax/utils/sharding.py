@@ -26,17 +26,13 @@ def make_mesh(fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = 
       UserError: `fsdp` or `model` does not divide the number of devices.
     """
     count = len(devices or jax.devices())
-    for name, value in (("fsdp", fsdp), ("model", model)):
-        if not isinstance(value, numbers.Integral):
-            raise UserError(
-                f"{name}={value!r}: must be an integer that divides the {count} devices"
-            )
-    if fsdp < 1 or count % fsdp:
-        raise UserError(f"mesh.fsdp={fsdp}: must divide the {count} devices; choose a divisor")
-    if model < 1 or count % (fsdp * model):
-        raise UserError(f"model={model}: must divide the {count // fsdp} devices; choose a divisor")
-    shape = count // (fsdp * model), fsdp, model
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    for name, value in (("mesh.fsdp", fsdp), ("model", model)):
+        if not isinstance(value, numbers.Integral) or value < 1 or count % value:
+            raise UserError(f"{name}={value!r}: must divide the {count} devices; choose a divisor")
+        count //= int(value)
+    return jax.make_mesh(
+        (count, fsdp, model), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
 
 
 def check_mesh(mesh: Any) -> None:

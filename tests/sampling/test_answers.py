@@ -220,12 +220,15 @@ def test_blank_lines_links_and_modes_of_a_file_are_kept(session, prompts, whole,
     assert real.stat().st_mode & 0o777 == 0o600
 
 
-def test_one_process_writes_a_file(session, prompts, whole, path):
+def test_one_process_writes_a_file(session, prompts, whole, path, monkeypatch):
     path.write_bytes(whole[:-1])
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process writes it"):
-            answer_all(session, prompts, path, SLOTS, SEED)
+
+    def taken(*_):
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "lockf", taken)
+    with pytest.raises(UserError, match="another process writes it"):
+        answer_all(session, prompts, path, SLOTS, SEED)
     assert path.read_bytes() == whole[:-1]
 
 

@@ -45,7 +45,8 @@ MATCHED = (-3.2, -1.4, -0.3, 0.2, 0.4, 0.6, 0.6, 1.1, 1.1, 1.1, 1.6, 1.6, 1.6, 1
 LATER = -1.5
 RANKED = (0.8, 0.4, -0.1, -0.3, -0.7, -0.9, -1.1, -1.1)
 UNRANKED = -0.2
-"""The fitted log-odds of acceptance are `MATCHED[tokens that match] + RANKED[rank]`.
+"""The log-odds of acceptance, fitted by `scripts/dev/fit_recall.py`, are
+`MATCHED[tokens that match] + RANKED[rank]`.
 
 `LATER` is added if the token did not follow the best match; `UNRANKED` is for tokens that the table
 does not have.

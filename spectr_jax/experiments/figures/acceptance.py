@@ -6,7 +6,6 @@ function of the config that returns a `Figure`, and a line in `FIGURES`.
 
 import dataclasses
 import functools
-import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,6 @@ from spectr_jax.utils.errors import unknown
 
 NAME = "figures"
 SEVERAL_HOSTS = False
-LARGEST_PROGRAM = 25_000
-"""Largest linear program that Figure 5 solves, in flow variables; each takes seconds."""
 
 
 def run(
@@ -142,8 +139,6 @@ def spectr_5(config: ml_collections.ConfigDict) -> Figure:
     support = np.union1d(*(np.argsort(-pmf)[:10] for pmf in full))
     p, q = (pmf[support] / pmf[support].sum() for pmf in full)
     ks = range(1, 11)
-    variables = np.cumsum([k * math.comb(len(support), k) for k in ks])
-    small = [k for k, number in zip(ks, variables, strict=True) if number <= LARGEST_PROGRAM]
     curves = {"OTM-k, exact plan": "otm", "K-SEQ": "kseq", "SpecTr++": "spectr++"}
     series = [
         Series(label, ks, [transport.get(name).acceptance(p, q, k) for k in ks])
@@ -152,8 +147,6 @@ def spectr_5(config: ml_collections.ConfigDict) -> Figure:
     for label, name in curves.items():
         simulated = f"{label}, simulated"
         series.append(_measured(config, name, np.array([p, q]), (1, 2, 4, 8), simulated, label))
-    program = [transport.get("otm_lp").acceptance(p, q, k) for k in small]
-    series.append(Series("OTM-k, linear program", small, program, [0.0] * len(small), marker="s"))
     caption = (
         f"Acceptance with compressed conditional distributions after “{config.prompt}”: "
         f"{draft.name} drafts for {target.name}, {len(support)} tokens in the union of the two top "

@@ -1,6 +1,5 @@
 """The journal of a table: measurements saved as they are made, so that a stopped run resumes."""
 
-import fcntl
 import json
 import pathlib
 import time
@@ -16,7 +15,7 @@ from spectr_jax.experiments.measure.measurement import Measurement
 from spectr_jax.utils import hosts
 from spectr_jax.utils.config import config_hash, to_json
 from spectr_jax.utils.errors import UserError
-from spectr_jax.utils.files import lines_of, parse_json, read_text, write_whole
+from spectr_jax.utils.files import lines_of, lock, parse_json, read_text, write_whole
 
 
 class Journal:
@@ -138,13 +137,8 @@ class Journal:
         """Returns an open file whose lock other processes see. The lock ends with this process."""
         self._workdir.mkdir(parents=True, exist_ok=True)
         file = (self._workdir / f".{self._name}.lock").open("w")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"workdir={str(self._workdir)!r}: another process makes this table; wait, or "
-                "choose another"
-            ) from error
+        place = f"workdir={str(self._workdir)!r}"
+        lock(file, f"{place}: another process makes this table; wait, or choose another")
         return file
 
     def _write(self, line: dict[str, Any], mode: str = "a") -> None:

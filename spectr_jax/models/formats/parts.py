@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 
 from spectr_jax.models import parallel
 from spectr_jax.models.base import split_abstract
+from spectr_jax.models.bigram import Bigram, BigramConfig
 from spectr_jax.models.eagle3 import Eagle3, Eagle3Config
-from spectr_jax.models.formats.tensors import Unread, in_order, joined
+from spectr_jax.models.formats.tensors import Unread, check_finite, in_order, joined
 from spectr_jax.models.leaves import dtype_in, named_leaves, with_leaves
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import quantize, quantized
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import check_finite
 from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
@@ -34,12 +34,13 @@ DECODERS: dict[type, Any] = {
     LlamaConfig: Llama,
     Eagle3Config: Eagle3,
     TransformerConfig: Transformer,
+    BigramConfig: lambda config, rngs: Bigram(config),
 }
-"""The decoder of each kind of shape."""
+"""The model of each kind of shape."""
 
 
 def fill(
-    config: LlamaConfig | TransformerConfig,
+    config: LlamaConfig | TransformerConfig | BigramConfig,
     arrays: Iterable[tuple[str, Array]],
     dtype: str,
     *,
@@ -78,6 +79,8 @@ def fill(
     leaves: dict[str, jax.Array] = {}
     for name, array in arrays:
         leaves |= _placed(source, name, array, wanted, places)
+    if missing := sorted(wanted.keys() - leaves.keys()):
+        raise UserError(f"{source!r} lacks {missing[0]}, a part of its model; fetch it again")
     return nnx.merge(graphdef, with_leaves(state, leaves))
 
 

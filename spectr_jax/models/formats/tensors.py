@@ -7,10 +7,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import check_fetched
 
 FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -111,3 +113,24 @@ def in_order(array: Any, order: np.ndarray | None, start: int, stop: int) -> np.
 def concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Returns arrays joined along their first axis; one array is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def check_finite(source: str, name: str, array: np.ndarray | jax.Array) -> None:
+    """Raises `UserError` if an array of a model has a value that is not finite.
+
+    Args:
+      source: the model, named in errors.
+      name: the array, named in errors.
+      array: of any dtype; integers are finite.
+    """
+    array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    # Bits above those of infinity are NaN. NumPy compares integers faster than it tests floats.
+    of_size, infinity = array.dtype.itemsize, np.array([np.inf, -np.inf], array.dtype)
+    for sign, kind in enumerate("iu"):
+        bits = array.view(f"{kind}{of_size}")
+        if bits.max(initial=0) >= infinity.view(f"{kind}{of_size}")[sign]:
+            raise UserError(
+                f"{source!r}: {name} has values that are not finite; fetch or train the model again"
+            )

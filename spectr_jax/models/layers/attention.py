@@ -4,9 +4,7 @@ Shape suffixes: B sequences, N new tokens, T slots, H query heads, K key and val
 D head width.
 """
 
-import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,22 +35,16 @@ def attention(
         return cpu.attention(_heads_first)(q_BxNxHxD, *kv, mask_BxNxT)
     if backend.on_cpu():
         return _heads_first(q_BxNxHxD, *kv, mask_BxNxT, cap)
-    # One cuDNN kernel instead of three of XLA; not the default, because no GPU has run it yet.
-    if few and not cap and os.environ.get("SPECTR_JAX_ATTENTION") == "cudnn":
-        return _of_jax(q_BxNxHxD, *kv, mask_BxNxT, implementation="cudnn")
 
     def attend(q, mask):
-        return _heads_first(q, *kv, mask, cap) if cap else _of_jax(q, *kv, mask)
+        if cap:
+            return _heads_first(q, *kv, mask, cap)
+        return jax.nn.dot_product_attention(q, *kv, mask=mask[:, None])
 
     B, N, H, _ = q_BxNxHxD.shape
     if (blocks := -(-4 * B * N * H * k_BxTxKxD.shape[1] // SCORES)) > 1:
         return _in_blocks(attend, min(blocks, N), q_BxNxHxD, mask_BxNxT)
     return attend(q_BxNxHxD, mask_BxNxT)
-
-
-def _of_jax(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask_BxNxT, **options: Any) -> jax.Array:
-    mask = mask_BxNxT[:, None]
-    return jax.nn.dot_product_attention(q_BxNxHxD, k_BxTxKxD, v_BxTxKxD, mask=mask, **options)
 
 
 def _in_blocks(attend: Callable, blocks: int, q_BxNxHxD, mask_BxNxT):

@@ -63,15 +63,6 @@ def test_measured_points_lie_on_the_exact_curves(made):
             assert np.all(np.abs(np.asarray(curve.y)[at] - series.y) < bars), (figure.title, series)
 
 
-@pytest.mark.slow
-def test_the_linear_program_equals_the_exact_plan(made):
-    series = {each.label: each for each in made[1]["spectr_figure_5"].series}
-    exact, program = series["OTM-k, exact plan"], series["OTM-k, linear program"]
-    assert len(program.y) >= 3
-    np.testing.assert_allclose(program.y, exact.y[: len(program.y)], atol=1e-8)
-    assert exact.y[0] == pytest.approx(series["K-SEQ"].y[0]) and exact.y[1] > series["K-SEQ"].y[1]
-
-
 def test_a_finished_figure_is_drawn_again_only_on_demand(toy, tmp_path, monkeypatch, capsys):
     names, drawn = ("spectr_figure_1", "spectr_figure_5"), []
     for name in names:

@@ -16,7 +16,8 @@ from spectr_jax.loading.by_name import _restored
 from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.models.formats.gpt2 import load_gpt2
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
-from spectr_jax.models.weights import check_finite, load_weights, save_weights
+from spectr_jax.models.formats.tensors import check_finite
+from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.utils.errors import UserError
 
 PARTS = {
