@@ -16,12 +16,12 @@ import sys
 import pytest
 from absl import flags as absl_flags
 
+from helpers import ROOT
 from spectr_jax.utils import cli
 from spectr_jax.utils.errors import UserError, explain
 
 pytestmark = pytest.mark.xdist_group("entry_points")  # All tests share one server.
 
-ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED_BY_THE_SERVER = (
     *("spectr_jax.data.packed", "spectr_jax.utils.hosts", "spectr_jax.training.loop"),
     *(

@@ -6,7 +6,6 @@ other files test them.
 
 import json
 import os
-import pathlib
 import random
 import shlex
 import signal
@@ -16,10 +15,10 @@ import time
 
 import pytest
 
+from helpers import ROOT
 from spectr_jax.loading.by_name import load
 from spectr_jax.training.metrics import read_metrics
 
-ROOT = pathlib.Path(__file__).parents[1]
 TRAININGS = ["train_2m", "train_6m", "train_20m", "train_97m"]
 MODELS = ["draft_2m", "draft_6m", "draft_20m", "target_97m"]
 TABLES = {

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import runpy
 import socket
 import subprocess
 import sys
@@ -11,8 +10,9 @@ from collections import Counter
 
 import pytest
 
+from helpers import names_in
+
 PROGRAM = pathlib.Path(__file__).with_name("on_devices.py")
-SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts/dev"
 MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
 """Numbers of groups of devices, and of devices of a group."""
 
@@ -107,7 +107,7 @@ def test_meshes_that_do_not_fit_are_refused():
 
 def test_selection_does_not_gather_a_vocabulary():
     """The collectives of a call's selection move less than 5 % of all logits."""
-    count = runpy.run_path(str(SCRIPTS / "kernels.py"))["count"]
+    count = names_in("scripts/dev/kernels.py").count
     V, nodes, sequences = 32_768, 13, 2
     counts = count(_found(_begun(8, "selection", vocab_size=V)), ("draft", "score", "select"))
     moved = Counter()

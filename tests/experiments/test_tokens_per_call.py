@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
-import runpy
 import shlex
 import sys
 import types
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from helpers import ROOT, names_in, stopping
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.distillation.students import parameters
@@ -29,8 +28,6 @@ from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
 from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _config(folder, **changes):
@@ -123,7 +120,7 @@ class _Bar:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
+def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypatch):
     """Without alpha*, each row has one program. After a stop, the resumed bar reaches its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
@@ -353,7 +350,7 @@ def test_published_models_have_the_shapes_of_the_ladder():
 
 def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = runpy.run_path("configs/ladder.py")["get_config"]("97m")
+    config = names_in("configs/ladder.py").get_config("97m")
     tokens_per_call.check_eval_config(config)
     target = load(config.target, config.dtype)
     assert (
@@ -366,7 +363,7 @@ def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
 def test_the_smollm2_ladder_config_loads_its_drafts(monkeypatch):
     """The drafts have SmolLM2's vocabulary, but their heads have logits for fewer tokens."""
     monkeypatch.chdir(ROOT)
-    config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
+    config = names_in("configs/ladder.py").get_config("smollm2")
     tokens_per_call.check_eval_config(config)
     shapes = [load(name, config.dtype).model.config for name in config.drafts]
     assert {(shape.vocab_size, shape.head_tokens) for shape in shapes} == {(49_152, 8_192)}

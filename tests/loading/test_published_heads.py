@@ -1,9 +1,7 @@
 """Tests published draft heads with their targets: layouts, refused pairs, and a user's path."""
 
 import json
-import pathlib
 import re
-import runpy
 import subprocess
 import sys
 import types
@@ -14,6 +12,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from helpers import names_in
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import Trained, load
@@ -22,8 +21,7 @@ from spectr_jax.models.formats.hf_llama import save_llama
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils.errors import UserError
 
-REFERENCES = pathlib.Path(__file__).parents[1] / "references"
-heads = types.SimpleNamespace(**runpy.run_path(str(REFERENCES / "heads.py")))
+heads = names_in("tests/references/heads.py")
 recorded, written, IDS = heads.recorded, heads.written, heads.IDS
 WIDTH, VOCABULARY = 32, heads.VOCABULARY
 
