@@ -161,6 +161,7 @@ def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
     assert "one_token" in decoding.methods.METHODS
 
 
+@pytest.mark.slow
 def test_the_drafter_of_contributing_md_passes_its_checks(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
     code = _example("drafter")
@@ -172,6 +173,7 @@ def test_the_drafter_of_contributing_md_passes_its_checks(monkeypatch):
     assert out.target_calls[0] == 5 + 40 // 5  # From the sixth call on, it drafts all four.
 
 
+@pytest.mark.slow
 def test_the_drafting_rule_of_contributing_md_passes_its_checks(monkeypatch):
     code = _example("drafting rule")
     assert sum(bool(line) for line in code.splitlines()) <= 30

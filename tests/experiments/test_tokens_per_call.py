@@ -19,7 +19,12 @@ from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure import bench as benches
 from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.measure.measurement import Contender, Measurement, read_prompts
+from spectr_jax.experiments.measure.measurement import (
+    Contender,
+    Measurement,
+    policies_of,
+    read_prompts,
+)
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
@@ -242,6 +247,14 @@ def test_unusable_journals_are_refused_and_kept(toy, tmp_path, content, message)
     with pytest.raises(UserError, match=message):
         run(_config(toy.folder), tmp_path)
     assert path.read_text() == content
+
+
+def test_the_draft_temperature_is_that_of_the_drafts_alone():
+    config = eval_config()
+    config.update({"temperature": 0.7, "draft_temperature": 1.3})
+    assert [policy.temperature for policy in policies_of(config, 2)] == [0.7, 1.3]
+    config.draft_temperature = None
+    assert [policy.temperature for policy in policies_of(config, 2)] == [0.7, 0.7]
 
 
 def test_tables_of_configs_without_model_parallel_are_recognised():
