@@ -54,7 +54,8 @@ METHODS = {
 
 REPEATED = (
     *("kseq_gamma gamma=1.2", "naive K=2 L=3", "recursive K=3 L=2", "spectr+ K=2 L=3"),
-    *("spectr++ K=3 L=2", "gbv_conditional tree 2,2,1", "self_speculative"),
+    *("spectr++ K=3 L=2", "greedy_drafts", "block L=4", "gbv_conditional tree 2,2,1"),
+    "self_speculative",
 )
 """Cases whose verifier another case also uses. Tests of transport plans check their plans."""
 
@@ -117,7 +118,11 @@ def test_a_second_call_compiles_nothing(case):
     checks.check_compilations(_method(case), _method(case), _policy(case))
 
 
-@_cases([case for case in METHODS if case not in REPEATED], slow=("traversal wide",))
+QUICK_ON_X64 = ("otm_layer wide", "gsd wide", "ersd uneven", "lookup tree 3,2,1")
+FIRST = [case for case in METHODS if case not in REPEATED]
+
+
+@_cases(FIRST, slow=[case for case in FIRST if case not in QUICK_ON_X64])
 def test_tokens_do_not_depend_on_the_batch_on_x64_or_on_the_jit_of_a_user(case):
     """One program differs in all three from that of the other tests."""
     method, policy = _method(case), _policy(case)

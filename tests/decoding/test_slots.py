@@ -75,7 +75,13 @@ def _assert_equal(completions, expected, prompts):
             np.testing.assert_allclose(own, rows[row, :length], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.xdist_group(c)) for c in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("otm_layer", "otm_block with features"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("recycle", "self_speculative")),
+    ],
+)
 def test_sequences_are_those_of_generate(case, count_compilations):
     """Stops, EOS, the limit, mixed policies, log-probabilities; two orders of prompts."""
     (method, draft), options = CASES[case], {"logprobs": True, "stop": [[3, 4], [9]]}

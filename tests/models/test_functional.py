@@ -171,6 +171,7 @@ def test_functional_models_load_by_name_and_fit_other_vocabularies(monkeypatch):
     assert_same(out, generate(KEY, method, wide, alone, *PROMPTS))
 
 
+@pytest.mark.slow
 def test_parameters_on_a_mesh_stay_or_are_replicated():
     mesh, model, method = sharding.make_mesh(), table_model(), get_method("speculative")
     split = NamedSharding(mesh, PartitionSpec(None, None, sharding.MODEL))
