@@ -68,13 +68,12 @@ def test_top_k_top_p_and_min_p_equal_a_sorted_reference(on_cpu, monkeypatch):
             np.testing.assert_array_equal(made[row, node], alone)
 
 
-@pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
-def test_rows_follow_their_own_policies(name):
+def test_rows_follow_their_own_policies():
     target, repeated, length = random_table(0, 4), 2000, 3
     policy = _batch(POLICIES, repeated)
     rows = len(policy.temperature)
     arguments = (
-        get_method(name, tree="2,1"),
+        get_method("otm_block", tree="2,1"),
         TableModel(target),
         TableModel(perturbed(target, 1, 0.8)),
     )

@@ -62,6 +62,7 @@ def whole(toy, tmp_path_factory):
     return folder, run(_config(toy.folder), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")  # These tests share programs and this table.
 def test_the_table_is_written_as_json_markdown_and_png(whole):
     folder, first = whole
