@@ -30,13 +30,13 @@ WIDE = Tree((0, 0, 0, 0, 1))
 METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),
-    "spectr K=2 L=5": ("spectr", {"num_drafts": 2, "draft_length": 5}),
+    "spectr K=2 L=3": ("spectr", {"num_drafts": 2, "draft_length": 3}),
     "kseq_gamma gamma=1.2": ("kseq_gamma", {"num_drafts": 2, "draft_length": 3, "gamma": 1.2}),
     "naive K=2 L=3": ("naive", {"num_drafts": 2, "draft_length": 3}),
     "recursive K=3 L=2": ("recursive", {"num_drafts": 3, "draft_length": 2}),
     "spectr+ K=2 L=3": ("spectr+", {"num_drafts": 2, "draft_length": 3}),
     "spectr++ K=3 L=2": ("spectr++", {"num_drafts": 3, "draft_length": 2}),
-    "otm tree 3,2,1": ("otm", {"tree": "3,2,1"}),
+    "otm tree 3,2": ("otm", {"tree": "3,2"}),
     "block L=4": ("block", {"draft_length": 4}),
     "otm_block tree 2,2,1": ("otm_block", {"tree": "2,2,1"}),
     "otm_layer wide": ("otm_layer", {"tree": "3,2", "competitions": 1}),
@@ -73,7 +73,7 @@ def _cases(cases, slow=REPEATED):
 
 every_method = _cases(METHODS)
 SHAPED = (
-    *("spectr K=2 L=5", "otm tree 3,2,1", "gbv_conditional tree 2,2,1", "otm_layer wide"),
+    *("spectr K=2 L=3", "otm tree 3,2", "gbv_conditional tree 2,2,1", "otm_layer wide"),
     *("gsd wide", "traversal wide", "ersd uneven", "lookup tree 3,2,1"),
     "recycle tree 3,1,1",
 )
@@ -330,7 +330,7 @@ def test_drafts_from_undefined_distributions_are_not_used(case):
         _check_outputs(_outputs(case, PROMPT, target, draft), pmf)
 
 
-@_cases((*PATHS, "otm tree 3,2,1", "lookup tree 3,2,1"))
+@_cases((*PATHS, "otm tree 3,2", "lookup tree 3,2,1"))
 def test_target_logits_of_minus_infinity_end_the_sequence(case):
     """After (1, 0) the target has no distribution, so -1 follows and ends the sequence. Verifying
     whole paths must not avoid such paths."""
