@@ -86,7 +86,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("name", "options", "draft"),
     [
-        ("otm_block", {"tree": "2,1"}, lambda: target(1)),
+        pytest.param("otm_block", {"tree": "2,1"}, lambda: target(1), marks=pytest.mark.slow),
         ("speculative", {"draft_length": 2}, lambda: Llama(FEATURE_DRAFT, rngs=nnx.Rngs(1))),
         ("self_speculative", {"layers": 1, "draft_length": 2}, None),
     ],
