@@ -52,7 +52,7 @@ def main():
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.loading.by_name import BEST, load_run
     from spectr_jax.models.formats.runs import TOKENIZER, open_run
-    from spectr_jax.models.weights import STORED, save_weights
+    from spectr_jax.models.formats.weights import STORED, save_weights
     from spectr_jax.training.metrics import read_metrics
     from spectr_jax.utils.errors import UserError, unknown
     from spectr_jax.utils.files import expanded_with_name, write_whole

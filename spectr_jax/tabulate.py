@@ -50,8 +50,8 @@ def main():
 
     from spectr_jax.distillation import bigrams
     from spectr_jax.loading.pairs import load_alone
+    from spectr_jax.models.formats.weights import save_weights
     from spectr_jax.models.frozen import digest
-    from spectr_jax.models.weights import save_weights
     from spectr_jax.utils.errors import UserError
     from spectr_jax.utils.files import expanded
     from spectr_jax.utils.memory import keep_freed_memory

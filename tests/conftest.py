@@ -121,8 +121,8 @@ def toy(tmp_path_factory):
     from flax import nnx
 
     from spectr_jax.data.tokenizer import train_tokenizer
+    from spectr_jax.models.formats.weights import save_weights
     from spectr_jax.models.transformer import Transformer, TransformerConfig
-    from spectr_jax.models.weights import save_weights
 
     shape = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=283, context=32)
     prompts = [f"draft target token {index} law" for index in range(9)]

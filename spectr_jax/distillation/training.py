@@ -24,8 +24,8 @@ from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.models.base import features_shown
 from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.published import weights_path
+from spectr_jax.models.formats.weights import load_weights
 from spectr_jax.models.llama import Llama, LlamaConfig
-from spectr_jax.models.weights import load_weights
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import explained, run
 from spectr_jax.training.metrics import Curves

@@ -193,7 +193,7 @@ def _restored(workdir: pathlib.Path, state: Any, best: bool, metric: str) -> Any
 
 
 def _from_path(spec: str, dtype: str, mesh: Mesh | None) -> Trained:
-    from spectr_jax.models.weights import weight_files
+    from spectr_jax.models.formats.weights import weight_files
 
     path = PUBLISHED.get(spec) or expanded_with_name(spec.removesuffix(BEST))
     if spec and (path.is_file() or weight_files(path)) and not PART.search(spec):
@@ -210,7 +210,7 @@ def _from_path(spec: str, dtype: str, mesh: Mesh | None) -> Trained:
 
 def _no_model(spec: str) -> UserError:
     """Returns the error for an unknown model, with what is known and the nearest name."""
-    from spectr_jax.models.weights import SUFFIX, weight_files
+    from spectr_jax.models.formats.weights import SUFFIX, weight_files
 
     path = pathlib.Path(spec)
     folder = path if path.is_dir() else path.parent
@@ -232,7 +232,7 @@ def _no_model(spec: str) -> UserError:
 
 
 def _from_file(path: pathlib.Path, dtype: str, mesh: Mesh | None = None) -> Trained:
-    from spectr_jax.models.weights import SUFFIX, load_weights
+    from spectr_jax.models.formats.weights import SUFFIX, load_weights
 
     model, tokenizer_digest = load_weights(path, dtype, mesh)
     name = path.name.removesuffix(SUFFIX)

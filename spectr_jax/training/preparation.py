@@ -18,7 +18,7 @@ from spectr_jax.data.packing import INDEX, pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.models.formats.published import weights_path
 from spectr_jax.models.formats.runs import CONFIG, PACKED, TOKENIZER, kind_of
-from spectr_jax.models.weights import load_weights, weight_files
+from spectr_jax.models.formats.weights import load_weights, weight_files
 from spectr_jax.training.config import train_config
 from spectr_jax.training.optimizer import OPTIMIZERS, SCHEDULES, make_schedule
 from spectr_jax.utils import hosts

@@ -16,10 +16,10 @@ from spectr_jax import Policy, generate, get_method, load
 from spectr_jax.distillation import labels, losses, online, programs, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.models.formats import runs
+from spectr_jax.models.formats.weights import save_weights
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.llama import LlamaConfig
 from spectr_jax.models.vocabulary import Constant
-from spectr_jax.models.weights import save_weights
 from spectr_jax.training import metrics
 from spectr_jax.training.metrics import read_metrics
 from spectr_jax.training.optimizer import make_schedule

@@ -29,8 +29,8 @@ from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
 from spectr_jax.loading.pairs import load_pair
+from spectr_jax.models.formats.weights import save_weights
 from spectr_jax.models.transformer import LADDER, Transformer
-from spectr_jax.models.weights import save_weights
 from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
 

@@ -24,11 +24,11 @@ from spectr_jax.loading import by_name
 from spectr_jax.loading.by_name import Trained, load, register_loader
 from spectr_jax.loading.pairs import load_pair
 from spectr_jax.models.formats.published import PUBLISHED, weights_path
+from spectr_jax.models.formats.weights import save_weights, weight_files
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.quantized import Int8Linear
 from spectr_jax.models.table import TableModel, random_table
-from spectr_jax.models.weights import save_weights, weight_files
 from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
 

@@ -10,8 +10,8 @@ import safetensors.flax
 from spectr_jax import check_model
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.bigram import Bigram, BigramConfig
+from spectr_jax.models.formats.weights import save_weights
 from spectr_jax.models.vocabulary import Constant
-from spectr_jax.models.weights import save_weights
 from spectr_jax.utils.errors import UserError
 
 V, RANKS = 11, 3

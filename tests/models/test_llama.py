@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from spectr_jax import check_model
+from spectr_jax.models.formats.weights import load_weights, save_weights
 from spectr_jax.models.llama import Llama, LlamaConfig, rotary_frequencies
 from spectr_jax.models.quantized import Int8Embed, Int8Linear, quantize
 from spectr_jax.models.rotary import llama3_divisors
-from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.utils.errors import UserError
 
 SHAPE = LlamaConfig(

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from spectr_jax import Policy, check_model, generate, get_method
+from spectr_jax.models.formats.weights import load_weights, save_weights
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.models.vocabulary import Constant
-from spectr_jax.models.weights import load_weights, save_weights
 from spectr_jax.testing.chi_square import p_value
 from spectr_jax.utils.errors import UserError
 

@@ -18,10 +18,10 @@ from spectr_jax.data.corpus import open_sentences
 from spectr_jax.data.packing import pack
 from spectr_jax.data.tokenizer import Tokenizer, train_tokenizer
 from spectr_jax.loading.by_name import load
+from spectr_jax.models.formats.weights import load_weights, save_weights, weight_files
 from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.leaves import cast, named_leaves
 from spectr_jax.models.transformer import Transformer, TransformerConfig, abstract
-from spectr_jax.models.weights import load_weights, save_weights, weight_files
 from spectr_jax.training import preparation, throughput
 from spectr_jax.training.config import train_config
 from spectr_jax.training.heldout import evaluate, pack_heldout

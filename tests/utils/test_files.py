@@ -11,7 +11,7 @@ from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.formats import runs
 from spectr_jax.models.formats.folder import Folder
 from spectr_jax.models.formats.gguf import GGUF
-from spectr_jax.models.weights import load_weights
+from spectr_jax.models.formats.weights import load_weights
 from spectr_jax.training import preparation
 from spectr_jax.training.config import train_config
 from spectr_jax.utils.errors import UserError

@@ -11,7 +11,7 @@ import safetensors
 
 from spectr_jax.models.formats import pickled
 from spectr_jax.models.formats.tensors import FLOATS, Location, Unread, locations_of, unread
-from spectr_jax.models.weights import write_tensors
+from spectr_jax.models.formats.weights import write_tensors
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import read_json, write_json
 

@@ -17,7 +17,7 @@ from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.models.formats.gpt2 import load_gpt2
 from spectr_jax.models.formats.hf_llama import load_llama, save_llama
 from spectr_jax.models.formats.tensors import check_finite
-from spectr_jax.models.weights import load_weights, save_weights
+from spectr_jax.models.formats.weights import load_weights, save_weights
 from spectr_jax.utils.errors import UserError
 
 PARTS = {

@@ -22,9 +22,9 @@ from helpers import names_in
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.models import parallel
 from spectr_jax.models.formats import hf_llama
+from spectr_jax.models.formats.weights import save_weights
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import save_weights
 from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
@@ -56,7 +56,7 @@ from spectr_jax.models.formats.gguf import GGUF, load_gguf
 from spectr_jax.models.formats.hf_llama import load_llama
 from spectr_jax.models.frozen import digest, freeze
 from spectr_jax.models.quantized import quantize
-from spectr_jax.models.weights import load_weights, named_leaves
+from spectr_jax.models.formats.weights import load_weights, named_leaves
 from spectr_jax.sampling import session
 from spectr_jax.utils.errors import UserError
 

@@ -9,9 +9,15 @@ import safetensors.flax
 import safetensors.numpy
 from flax import nnx
 
+from spectr_jax.models.formats.weights import (
+    EXPORT,
+    load_weights,
+    named_leaves,
+    save_weights,
+    weight_files,
+)
 from spectr_jax.models.quantized import quantize
 from spectr_jax.models.transformer import Transformer, TransformerConfig
-from spectr_jax.models.weights import EXPORT, load_weights, named_leaves, save_weights, weight_files
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import digest
 
