@@ -7,7 +7,7 @@ from spectr_jax import Policy, generate, get_method, load
 target, draft = load("20m", dtype="int8"), load("2m", dtype="int8")  # or your own models
 tokenizer, key = target.tokenizer, jax.random.key(0)
 prompts, lengths = tokenizer.prompts(["The committee will meet again next week to"])
-method, policy = get_method("speculative", draft_length=2), Policy(eos=tokenizer.eos)
+method, policy = get_method("block", draft_length=2), Policy(eos=tokenizer.eos)
 out = generate(key, method, target, draft, prompts, lengths, max_new_tokens=40, policy=policy)
 print(tokenizer.texts(out.tokens, out.lengths)[0])
 ```
@@ -33,8 +33,8 @@ own plans, methods and models.
 | `spectr_jax.sampling` | Where did each token of a sequence come from? | `session` |
 | `spectr_jax.utils` | What do the programs share? | `cli`, `errors` |
 
-Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `pack`, `label` and `export`. Each one
-has `--help`.
+Entry points: `python -m spectr_jax.train`, `eval`, `sample`, `pack`, `label`, `tabulate` and
+`export`. Each one has `--help`.
 """
 
 import importlib

@@ -23,11 +23,13 @@ if not XLA_DEFAULTS:
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     os.environ.setdefault("NPROC", "1")  # One thread per program; the workers use all cores.
-# The workers and the programs that they start share one temporary cache of compiled programs.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# The workers and the programs that they start share one cache of compiled programs. It is temporary
+# unless JAX_COMPILATION_CACHE_DIR names a folder, which then makes the next run faster. Writing
+# small programs takes longer than compiling them.
+if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="spectr_jax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 import numpy as np

@@ -162,21 +162,11 @@ def test_padding_of_prompts_does_not_count_towards_the_context():
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["otm_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ersd", "otm_layer"))],
-)
-def test_a_draft_with_a_shorter_context_keeps_outputs_exact(name):
+def test_a_draft_with_a_shorter_context_keeps_outputs_exact():
     rows, length, prompt = 6000, 4, (1, 2)
     target, draft = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.5), context=3)
-    arguments = (
-        get_method(name, tree="2,1"),
-        target,
-        draft,
-        np.tile(prompt, (rows, 1)),
-        np.full(rows, 2),
-        length,
-    )
+    method, prompts = get_method("otm_block", tree="2,1"), np.tile(prompt, (rows, 1))
+    arguments = method, target, draft, prompts, np.full(rows, 2), length
     counts, digits = np.zeros(4**length), 4 ** np.arange(length)
     for seed in range(3):
         out = generate(jax.random.split(jax.random.key(seed), rows), *arguments)
@@ -190,9 +180,8 @@ def test_a_draft_with_a_shorter_context_keeps_outputs_exact(name):
     emitted = np.asarray(out.emitted_per_call).sum(axis=0)
     # The draft reaches positions 0..2, so the first call drafts both levels.
     assert emitted[3] > 0
-    late = generate(jax.random.key(0), *arguments[:3], [[1, 2, 1, 2]], [4], length)
-    # If siblings are distinct, an emitted token that equals a draft counts as accepted.
-    assert int(late.target_calls[0]) == length or name == "ersd"
+    late = generate(jax.random.key(0), method, target, draft, [[1, 2, 1, 2]], [4], length)
+    assert int(late.target_calls[0]) == length
 
 
 def _folders(tmp_path, write_gpt2):

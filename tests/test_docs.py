@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from helpers import ROOT
 from spectr_jax.decoding import METHODS
 from spectr_jax.transport import PLANS
 
 yaml = pytest.importorskip("yaml")  # ml_collections installs PyYAML.
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "spectr_jax"
 SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = [

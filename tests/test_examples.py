@@ -49,6 +49,7 @@ def test_own_model_decodes_several_tokens_per_call():
     assert _module("own_model").main() > 1
 
 
+@pytest.mark.slow
 def test_linen_model_decodes_several_tokens_per_call():
     assert _module("linen_model").main() > 1
 
@@ -82,6 +83,7 @@ def test_prompt_padding_past_the_context_changes_no_tokens():
     assert int(wide.target_calls[1]) < 10
 
 
+@pytest.mark.slow
 def test_policy_gradient_raises_the_reward():
     first, last, apart = _module("policy_gradient").main(steps=12)
     assert last > first + 0.1 and apart < 1e-4

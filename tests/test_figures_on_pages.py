@@ -1,12 +1,12 @@
 """Tests that numbers on README.md and on pages of docs/ match their tables."""
 
 import json
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from helpers import ROOT
+
 README, METHOD, SPEED = "README.md", "docs/which_method.md", "docs/speed.md"
 SAMPLING = "docs/sampling.md"
 CALL, MEASURED, SPEEDUP = "tokens_per_call", "measured_per_call", "speedup"

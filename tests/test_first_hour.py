@@ -1,19 +1,17 @@
 """Tests that the commands of docs/first_hour.md fit together, and that their configs are valid."""
 
-import pathlib
 import re
-import runpy
 
 import pytest
 
+from helpers import ROOT, names_in
 from spectr_jax.distillation.training import check_distil_config
 from spectr_jax.experiments.tokens_per_call import check_eval_config
 from spectr_jax.training.preparation import check_train_config
 from spectr_jax.utils.errors import UserError
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs/first_hour.md").read_text()
-get_config = runpy.run_path(str(ROOT / "configs/small.py"))["get_config"]
+get_config = names_in("configs/small.py").get_config
 
 
 def _workdirs():

@@ -1,9 +1,8 @@
 """Tests that scripts/dev/kernels.py counts kernels, host stops and collectives of an HLO program."""
 
-import pathlib
-import runpy
+from helpers import names_in
 
-count = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "scripts/dev/kernels.py"))["count"]
+count = names_in("scripts/dev/kernels.py").count
 
 PROGRAM = """HloModule jit_run, is_scheduled=true
 

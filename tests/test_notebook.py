@@ -5,13 +5,12 @@
 
 import ast
 import json
-import pathlib
 import re
-import runpy
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from helpers import ROOT, names_in
+
 CELLS = json.loads((ROOT / "scripts/spectr_colab.ipynb").read_text())["cells"]
 SOURCES = ["".join(cell["source"]) for cell in CELLS]
 CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cell_type"] == "code"]
@@ -66,7 +65,7 @@ def test_commands_in_a_cell_use_defined_flags(index):
 @pytest.mark.parametrize("index", WITH_FIELDS, ids="cell {}".format)
 def test_commands_set_existing_config_fields(index):
     files = re.findall(r"--config=(configs/[\w/]+\.py)", SOURCES[index])
-    configs = [runpy.run_path(str(ROOT / file))["get_config"]() for file in files]
+    configs = [names_in(file).get_config() for file in files]
     for field in re.findall(r"--config\.([\w.]+)=", SOURCES[index]):
         assert any(_has(config, field) for config in configs), field
 

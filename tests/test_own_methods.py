@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from helpers import ROOT
 from spectr_jax import decoding, transport
 from spectr_jax.decoding.drafters import DraftModel, FeatureModel
 from spectr_jax.decoding.generate import generate
@@ -28,7 +28,6 @@ from spectr_jax.models.table import TableModel
 from spectr_jax.testing import methods as checks
 from spectr_jax.utils.errors import UserError
 
-ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PLAN = re.search(r"## How to add a plan\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
 TOY = {"num_prompts": 4, "batch_size": 2, "prompt_tokens": 4, "max_new_tokens": 5, "seeds": (0,)}
@@ -162,6 +161,7 @@ def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
     assert "one_token" in decoding.methods.METHODS
 
 
+@pytest.mark.slow
 def test_the_drafter_of_contributing_md_passes_its_checks(monkeypatch):
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)
     code = _example("drafter")
@@ -173,6 +173,7 @@ def test_the_drafter_of_contributing_md_passes_its_checks(monkeypatch):
     assert out.target_calls[0] == 5 + 40 // 5  # From the sixth call on, it drafts all four.
 
 
+@pytest.mark.slow
 def test_the_drafting_rule_of_contributing_md_passes_its_checks(monkeypatch):
     code = _example("drafting rule")
     assert sum(bool(line) for line in code.splitlines()) <= 30

@@ -2,9 +2,7 @@
 
 import ast
 import importlib.metadata
-import pathlib
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,13 +11,13 @@ import numpy as np
 import pytest
 
 import spectr_jax
+from helpers import ROOT, names_in
 from spectr_jax import decoding
 from spectr_jax.models.formats.published import PUBLISHED
 from spectr_jax.models.layers import cpu
 from spectr_jax.models.weights import weight_files
 from spectr_jax.utils.errors import EXTRAS
 
-ROOT = pathlib.Path(__file__).parents[1]
 TEXTS = {"docstring": spectr_jax.__doc__, "README": (ROOT / "README.md").read_text()}
 PROGRAMS = {name: re.search(r"```python\n(.*?)```", TEXTS[name], re.DOTALL)[1] for name in TEXTS}
 # Neither importing `spectr_jax` nor using one of its exported names imports these.
@@ -72,7 +70,7 @@ def test_the_first_example_continues_its_prompt(name, capsys):
 
 
 def test_the_script_that_follows_readme_finds_its_lines_and_example():
-    blocks = runpy.run_path(str(ROOT / "scripts/dev/follow_readme.py"))["blocks"]
+    blocks = names_in("scripts/dev/follow_readme.py").blocks
     lines = [line for kind, text in blocks("Install") for line in text.splitlines()]
     assert {kind for kind, _ in blocks("Install")} == {"commands"}
     assert lines[0].startswith("git clone ") and lines[1].startswith("pip install -e ")

@@ -128,6 +128,11 @@ def _changed(result, **change):
     ("check", "change", "message"),
     [
         (
+            testing.check_outputs,
+            {"lengths": lambda ends: ends + 1},
+            "a sequence has 6 new tokens, and max_new_tokens is 5",
+        ),
+        (
             testing.check_rows,
             {"target_calls": lambda calls: calls + calls.max()},
             r"a sequence depends on its row .* target_calls is \d+ in row \d+ of",
@@ -151,6 +156,7 @@ def _changed(result, **change):
         ),
     ],
     ids=[
+        "a sequence is too long",
         "target_calls depends on the row",
         "lengths are too small",
         "target_calls is doubled",
@@ -159,9 +165,11 @@ def _changed(result, **change):
         "a call emits no token",
     ],
 )
-def test_check_rows_and_check_counters_report_each_error(monkeypatch, check, change, message):
+def test_checks_of_outputs_rows_and_counters_report_each_error(monkeypatch, check, change, message):
     decode = checks._decode
-    monkeypatch.setattr(checks, "_decode", lambda *args: _changed(decode(*args), **change))
+    monkeypatch.setattr(
+        checks, "_decode", lambda *args, **options: _changed(decode(*args, **options), **change)
+    )
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
 

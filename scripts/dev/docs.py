@@ -30,15 +30,18 @@ def import_module(path: pathlib.Path) -> str:
     return name
 
 
-def list_modules(package) -> None:
-    """Adds a package's modules to its `__all__`, because pdoc's navigation omits all others."""
-    if not hasattr(package, "__all__"):
-        return
-    for name in package.__all__:
-        setattr(package, name, getattr(package, name))  # Resolves lazily imported names.
+def list_modules(package) -> list[str]:
+    """Makes a package's page list its modules; returns the full names of what it exports.
+
+    Each name is documented once, on the page of its module.
+    """
+    exported = [getattr(package, name) for name in getattr(package, "__all__", ())]
     paths = sorted(pathlib.Path(package.__path__[0]).glob("[!_]*"))
     modules = [path.stem for path in paths if path.suffix == ".py" or any(path.glob("*.py"))]
-    package.__all__ = list(dict.fromkeys([*package.__all__, *modules]))
+    package.__all__ = modules
+    return [
+        f"{each.__module__}.{each.__qualname__}" for each in exported if hasattr(each, "__module__")
+    ]
 
 
 def drop_boilerplate(module) -> None:
@@ -83,11 +86,12 @@ def main(folder: pathlib.Path) -> None:
     sys.path.insert(0, str(ROOT))
     names = [import_module(path) for path in sorted(ROOT.glob("spectr_jax/**/*.py"))]
     first = sys.modules["spectr_jax"]
-    included = [f"\n.. include:: ../{page.relative_to(ROOT)}\n" for page in included_pages()]
-    first.__doc__ = (first.__doc__ or "") + "".join(included)
     packages = sorted({name.rpartition(".")[0] for name in names} - {""})
-    for package in packages:
-        list_modules(sys.modules[package])
+    exported = {package: list_modules(sys.modules[package]) for package in packages}
+    public = ", ".join(f"`{name}`" for name in sorted(exported["spectr_jax"]))
+    included = [f"\n.. include:: ../{page.relative_to(ROOT)}\n" for page in included_pages()]
+    about = f"{first.__doc__}\n\nPublic names: {public}.\n"
+    first.__doc__ = about + "".join(included)
     for name in names:
         drop_boilerplate(sys.modules[name])
     warnings.simplefilter("error")  # For missing pages, links and annotations.

@@ -28,8 +28,6 @@ BUCKET = 16
 MOST_SYMBOLS = 1024
 """The largest total length of all stop sequences, in bytes or tokens; this bounds the table."""
 
-StopSpec: TypeAlias = "Stop | str | Sequence[str] | Sequence[Sequence[int]] | None"
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +53,9 @@ class Stop:
     def never(self) -> "Stop":
         """Returns an automaton of the same shape that stops nothing."""
         return Stop(jnp.zeros_like(self.table))
+
+
+StopSpec: TypeAlias = Stop | str | Sequence[str] | Sequence[Sequence[int]] | None
 
 
 def prepared(stop: StopSpec, tokenizer: Any, vocab_size: int) -> Stop | None:

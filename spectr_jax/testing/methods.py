@@ -81,6 +81,9 @@ def check_outputs(
         own = policy.temperature * (1, 2, 0)[chunk % 3]
         result = _decode(method, keys, prompts, lengths, policy, draft_temperature=own)
         new = result.tokens[:, len(PROMPT) : len(PROMPT) + LENGTH]
+        longest = result.lengths.max() - len(PROMPT)
+        if longest > LENGTH:
+            _fail(method, f"a sequence has {longest} new tokens, and max_new_tokens is {LENGTH}")
         outside = new[(new < 0) | (new >= VOCAB)]
         if len(outside):
             _fail(method, f"a sequence has token {outside[0]}, outside 0..{VOCAB - 1}")

@@ -30,12 +30,9 @@ VOCAB, EOS, NEW, PROMPT, BATCH = 8, 7, 3, (1, 2), 4_000
 METHODS = {
     "spectr": {"tree": "2x2"},
     "otm_block": {"tree": "2x2"},
-    "otm_layer": {"tree": "2,2"},
-    "gbv": {"num_drafts": 2, "draft_length": 2},
+    "otm_layer": {"tree": "2,1"},
     "traversal": {"tree": "2,1"},
-    "ersd": {"tree": "2,1"},
 }
-"""A method for each verifier, and for the race."""
 
 
 GEMMA = {

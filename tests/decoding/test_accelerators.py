@@ -21,6 +21,8 @@ from spectr_jax.utils import backend
 
 OPEN_LOOPS = {"spectr+", "spectr++"}
 """Methods whose linear programs iterate until they converge."""
+REPEATED = {"spectr", "kseq_gamma", "naive", "recursive", "spectr+", "otm", "gbv_conditional"}
+"""Methods whose verifier a quick case also uses."""
 
 
 @functools.cache
@@ -35,7 +37,10 @@ def _llama(seed):
     return freeze(Llama(LlamaConfig(**shape, layers=2, context=64), rngs=nnx.Rngs(seed)))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in METHODS],
+)
 def test_a_call_never_waits_for_the_host(name, monkeypatch):
     """The loop of `generate` contains no conditional and no loop of unknown length, except for the
     methods in `OPEN_LOOPS`."""
@@ -103,12 +108,8 @@ def _stops(jaxpr):
     ("rows", "name", "options"),
     [
         (1, "speculative", {"draft_length": 2}),
-        pytest.param(3, "otm", {"tree": "2,2"}, marks=pytest.mark.slow),
-        pytest.param(1, "block", {"draft_length": 3}, marks=pytest.mark.slow),
         pytest.param(3, "otm_layer", {"tree": "2,1"}, marks=pytest.mark.slow),
-        pytest.param(3, "gbv", {"num_drafts": 2, "draft_length": 2}, marks=pytest.mark.slow),
         pytest.param(1, "traversal", {"tree": "2,1"}, marks=pytest.mark.slow),
-        (3, "baseline", {}),
         (1, "lookup", {"tree": "2,1"}),
         (3, "recycle", {"tree": "2,1"}),
     ],

@@ -29,10 +29,8 @@ def _transformer(seed, layers=2):
 def test_greedy_tokens_equal_the_baseline_on_a_transformer():
     models, policy = (_transformer(0), _transformer(1, layers=1)), Policy(temperature=0.0, eos=7)
     expected = generate(KEY, get_method("baseline"), *models, *PROMPTS, 20, policy).tokens
-    for tree in ("1x4", "3x2"):
-        method = get_method("spectr", tree=tree)
-        tokens = generate(KEY, method, *models, *PROMPTS, 20, policy).tokens
-        np.testing.assert_array_equal(tokens, expected)
+    tokens = generate(KEY, get_method("spectr", tree="3x2"), *models, *PROMPTS, 20, policy).tokens
+    np.testing.assert_array_equal(tokens, expected)
 
 
 def test_a_greedy_model_accepts_all_its_own_drafts():
@@ -115,9 +113,8 @@ def test_bad_keys_meshes_and_methods_are_refused(change, message):
         generate(**given, prompts=[[1], [1]], prompt_lengths=[1, 1], max_new_tokens=4)
 
 
-@pytest.mark.parametrize("process", [None, bias({3: 2.0}), lambda logits, *_: logits / 2])
-def test_a_mesh_does_not_change_sequences(process):
-    policy = Policy(temperature=[1.0, 0.0, 0.5, 1.0], top_k=[0, 3, 4, 0], process=process)
+def test_a_mesh_does_not_change_sequences():
+    policy = Policy([1.0, 0.0, 0.5, 1.0], top_k=[0, 3, 4, 0], process=bias({3: 2.0}))
     rows = [[1, 2]] * 4, [2, 1, 2, 1], 8, policy
     options = {"stop": [[3, 4]], "logprobs": True}
     alone, spread = (
@@ -165,7 +162,7 @@ def test_limits_within_one_bucket_share_a_program(count_compilations):
 def test_decode_inside_jit_equals_generate(count_compilations):
     """Models, keys and temperature are arguments of the jitted function, so new values compile
     nothing."""
-    target, draft, *others = (freeze(_transformer(seed, layers=1)) for seed in range(4))
+    target, draft, *others = (freeze(TableModel(random_table(seed, 13))) for seed in range(4))
     method = get_method("speculative", draft_length=2)
     keys = jax.random.key(3), jax.random.split(jax.random.key(4), 4)
     prompts = np.random.default_rng(0).integers(0, 13, (4, 16)).astype(np.int32)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import runpy
 import socket
 import subprocess
 import sys
@@ -11,9 +10,10 @@ from collections import Counter
 
 import pytest
 
+from helpers import names_in
+
 PROGRAM = pathlib.Path(__file__).with_name("on_devices.py")
-SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts/dev"
-MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+MESHES = [(1, 8), (2, 4)]
 """Numbers of groups of devices, and of devices of a group."""
 
 
@@ -37,7 +37,7 @@ def _found(begun):
 
 def test_logits_of_split_decoders_equal_those_of_one_device():
     found = _found(_begun(8, "logits", shapes=MESHES))
-    assert len(found) == 20
+    assert len(found) == 10
     assert max(found.values()) < 1e-5
 
 
@@ -54,21 +54,18 @@ def _check_outputs(kind, shapes, methods, generations):
 
 def test_outputs_of_split_tables_follow_the_target():
     """Greedy tokens equal those of one device, and a second call compiles nothing."""
-    _check_outputs("table", MESHES[1:2], ["otm_layer"], 24_000)
+    _check_outputs("table", MESHES[1:], ["otm_layer"], 12_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "methods", [["spectr", "otm_block", "gbv"], ["otm_layer", "traversal", "ersd"]]
-)
-def test_outputs_of_split_decoders_follow_the_target(methods):
-    _check_outputs("llama", MESHES[1:2], methods, 24_000)
+def test_outputs_of_split_decoders_follow_the_target():
+    _check_outputs("llama", MESHES[1:], ["spectr", "otm_block", "traversal"], 24_000)
 
 
 @pytest.mark.slow
 def test_published_heads_draft_the_same_tokens_on_all_meshes():
     """A copied head shares the target's split embedding; a split one has five split arrays."""
-    found = _found(_begun(8, "heads", shapes=MESHES[:2]))
+    found = _found(_begun(8, "heads", shapes=MESHES))
     tokens, _ = found.pop("1x1")
     assert len(found) == 4
     for name, (made, split) in found.items():
@@ -78,10 +75,9 @@ def test_published_heads_draft_the_same_tokens_on_all_meshes():
 
 @pytest.mark.slow
 def test_two_processes_emit_the_tokens_of_one():
-    shapes = MESHES[:2]
-    one = _found(_begun(8, "tokens", shapes=shapes))
+    one = _found(_begun(8, "tokens", shapes=MESHES))
     assert one["1x8"] == one["2x4"]
-    for data, model in shapes:
+    for data, model in MESHES:
         streamed, alone = one[f"stream {data}x{model}"]
         assert streamed == alone
         for name in ("context", "slots"):
@@ -89,7 +85,7 @@ def test_two_processes_emit_the_tokens_of_one():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
-    both = [_begun(4, "tokens", where, str(number), shapes=shapes) for number in (0, 1)]
+    both = [_begun(4, "tokens", where, str(number), shapes=MESHES) for number in (0, 1)]
     for found in map(_found, both):
         assert found == {name: one[name] for name in found}
         assert len(found) == 4
@@ -107,7 +103,7 @@ def test_meshes_that_do_not_fit_are_refused():
 
 def test_selection_does_not_gather_a_vocabulary():
     """The collectives of a call's selection move less than 5 % of all logits."""
-    count = runpy.run_path(str(SCRIPTS / "kernels.py"))["count"]
+    count = names_in("scripts/dev/kernels.py").count
     V, nodes, sequences = 32_768, 13, 2
     counts = count(_found(_begun(8, "selection", vocab_size=V)), ("draft", "score", "select"))
     moved = Counter()

@@ -1,5 +1,8 @@
 """Properties that all methods share. To test a new method, add a line to METHODS."""
 
+import collections
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +10,13 @@ import pytest
 from flax import nnx
 
 from spectr_jax.decoding import Policy, decode, get_method
-from spectr_jax.decoding.generate import generate
+from spectr_jax.decoding.generate import generate, lower
 from spectr_jax.decoding.request import BUCKET
 from spectr_jax.decoding.tree import Tree, chain
 from spectr_jax.decoding.verifiers import base
 from spectr_jax.experiments.planning.on_tree import on_tree
 from spectr_jax.models.frozen import freeze
-from spectr_jax.models.table import TableModel, perturbed, random_table
+from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.testing import methods as checks
@@ -22,42 +25,38 @@ from spectr_jax.transport import otm
 from spectr_jax.utils.errors import UserError
 
 UNEVEN = Tree((0, 0, 1, 1, 2))
-WIDE = Tree((0, 0, 0, 0, 1, 1, 2))
+WIDE = Tree((0, 0, 0, 0, 1))
 """The root has as many children as there are tokens, and both levels have leaves."""
 METHODS = {
     "baseline": ("baseline", {}),
     "speculative L=3": ("speculative", {"draft_length": 3}),
-    "spectr K=2 L=5": ("spectr", {"num_drafts": 2, "draft_length": 5}),
+    "spectr K=2 L=3": ("spectr", {"num_drafts": 2, "draft_length": 3}),
     "spectr gamma=1.2": ("spectr", {"num_drafts": 2, "draft_length": 3, "gamma": 1.2}),
     "naive K=2 L=3": ("naive", {"num_drafts": 2, "draft_length": 3}),
     "recursive K=3 L=2": ("recursive", {"num_drafts": 3, "draft_length": 2}),
     "spectr+ K=2 L=3": ("spectr+", {"num_drafts": 2, "draft_length": 3}),
     "spectr++ K=3 L=2": ("spectr++", {"num_drafts": 3, "draft_length": 2}),
-    "otm tree 3,2,1": ("otm", {"tree": "3,2,1"}),
+    "otm tree 3,2": ("otm", {"tree": "3,2"}),
     "block L=4": ("block", {"draft_length": 4}),
     "otm_block tree 2,2,1": ("otm_block", {"tree": "2,2,1"}),
-    "otm_layer uneven": ("otm_layer", {"tree": UNEVEN, "competitions": 2}),
     "otm_layer wide": ("otm_layer", {"tree": "3,2", "competitions": 1}),
     "gbv K=3 L=3": ("gbv", {"num_drafts": 3, "draft_length": 3}),
     "gbv_conditional tree 2,2,1": ("gbv_conditional", {"tree": "2,2,1"}),
     "gsd wide": ("gsd", {"tree": WIDE}),
-    "traversal specinfer": ("traversal", {"tree": "specinfer:8"}),
     "traversal wide": ("traversal", {"tree": WIDE}),
-    "traversal_iid uneven": ("traversal_iid", {"tree": UNEVEN}),
-    "ersd wide": ("ersd", {"tree": WIDE}),
+    "traversal_iid with leaves": ("traversal_iid", {"tree": Tree((0, 0, 0, 2, 2))}),
+    "ersd uneven": ("ersd", {"tree": UNEVEN}),
     "greedy_drafts": ("greedy_drafts", {"tree": "3,2,1"}),
-    "lookup L=3": ("lookup", {"draft_length": 3}),
     "lookup tree 3,2,1": ("lookup", {"tree": "3,2,1", "max_ngram": 2}),
     "recycle tree 3,1,1": ("recycle", {"tree": "3,1,1"}),
-    "recycle without copies": ("recycle", {"tree": "2,2", "max_ngram": 0, "ranks": 2}),
     "self_speculative": ("self_speculative", {"method": "otm_block", "tree": "2,2,1"}),
 }
 
 
 REPEATED = (
     *("spectr gamma=1.2", "naive K=2 L=3", "recursive K=3 L=2", "spectr+ K=2 L=3"),
-    *("spectr++ K=3 L=2", "otm_layer uneven", "gbv_conditional tree 2,2,1", "lookup L=3"),
-    *("traversal specinfer", "self_speculative"),
+    *("spectr++ K=3 L=2", "greedy_drafts", "block L=4", "gbv_conditional tree 2,2,1"),
+    "self_speculative",
 )
 """Cases whose verifier another case also uses. Tests of transport plans check their plans."""
 
@@ -75,8 +74,8 @@ def _cases(cases, slow=REPEATED):
 
 every_method = _cases(METHODS)
 SHAPED = (
-    *("spectr K=2 L=5", "otm tree 3,2,1", "gbv_conditional tree 2,2,1", "otm_layer wide"),
-    *("gsd wide", "traversal wide", "ersd wide", "lookup tree 3,2,1"),
+    *("spectr K=2 L=3", "otm tree 3,2", "gbv_conditional tree 2,2,1", "otm_layer wide"),
+    *("gsd wide", "traversal wide", "ersd uneven", "lookup tree 3,2,1"),
     "recycle tree 3,1,1",
 )
 """Cases that run with limits such as top-k. Policies act before methods, so a few cases suffice."""
@@ -120,7 +119,11 @@ def test_a_second_call_compiles_nothing(case):
     checks.check_compilations(_method(case), _method(case), _policy(case))
 
 
-@_cases(METHODS, slow=(*REPEATED, "traversal wide"))
+QUICK_ON_X64 = ("otm_layer wide", "gsd wide", "ersd uneven", "lookup tree 3,2,1")
+FIRST = [case for case in METHODS if case not in REPEATED]
+
+
+@_cases(FIRST, slow=[case for case in FIRST if case not in QUICK_ON_X64])
 def test_tokens_do_not_depend_on_the_batch_on_x64_or_on_the_jit_of_a_user(case):
     """One program differs in all three from that of the other tests."""
     method, policy = _method(case), _policy(case)
@@ -191,17 +194,6 @@ def _assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_sequence_alone_equals_its_row_of_a_batch():
-    method, models = _method("spectr K=2 L=5"), _models()
-    prompts, lengths = _ragged_prompts(5)
-    keys = jax.random.split(jax.random.key(3), 8)
-    together = generate(keys, method, *models, prompts, lengths, 9, Policy(eos=EOS))
-    for row in range(8):
-        one = slice(row, row + 1)
-        alone = generate(keys[one], method, *models, prompts[one], lengths[one], 9, Policy(eos=EOS))
-        _assert_equal(alone, jax.tree.map(lambda rows, one=one: rows[one], together))
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -255,11 +247,8 @@ def test_the_draft_policy_shapes_the_draft_distribution():
 
 L2, ONE_CHAIN = {"draft_length": 2}, {"num_drafts": 1, "draft_length": 2}
 SAME_DRAWS = [
-    (("speculative", L2), ("spectr", ONE_CHAIN)),
-    (("speculative", L2), ("otm", ONE_CHAIN)),
     (("block", L2), ("otm_block", ONE_CHAIN)),
     (("block", L2), ("gbv", ONE_CHAIN)),
-    (("block", L2), ("gbv_conditional", {"tree": "1,1"})),
     (("otm", {"tree": "3"}), ("otm_block", {"tree": "3"})),
 ]
 
@@ -275,14 +264,7 @@ def test_equivalent_methods_generate_the_same_tokens(pair):
 
 
 @pytest.mark.parametrize(
-    ("name", "tree"),
-    [
-        ("otm", (0, 0, 0, 2, 3)),
-        pytest.param("otm_block", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
-        ("spectr", (0, 0, 0, 2, 3)),
-        ("otm_block", (0, 0, 0, 1, 1, 2)),
-    ],
-    ids=str,
+    ("name", "tree"), [("spectr", (0, 0, 0, 2, 3)), ("otm_block", (0, 0, 0, 1, 1, 2))], ids=str
 )
 def test_outputs_are_exact_where_only_one_duplicate_has_children(name, tree):
     """If one of two siblings with equal tokens is a leaf, drafts below the other remain i.i.d."""
@@ -300,7 +282,6 @@ def test_outputs_are_exact_where_only_one_duplicate_has_children(name, tree):
     ("name", "tree"),
     [
         ("spectr", (0, 0, 0, 2, 3)),
-        pytest.param("otm", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
         ("otm_block", (0, 0, 0, 1, 1, 2)),
         pytest.param("otm_layer", (0, 0, 0, 2, 3), marks=pytest.mark.slow),
     ],
@@ -323,58 +304,52 @@ UNDEFINED = {"at the root": (slice(None), slice(None)), "below the root": (2, (1
 """Contexts of the table in which the draft model has no distribution."""
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("otm_block", {"tree": "3,1"}, marks=pytest.mark.slow),
-        pytest.param("gbv", {"num_drafts": 3, "draft_length": 2}, marks=pytest.mark.slow),
-        ("otm_layer", {"tree": "3,1", "competitions": 4}),
-        pytest.param("traversal", {"tree": "3,1"}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.optimized
-def test_drafts_from_undefined_distributions_are_not_used(name, options):
+def _outputs(case, prompt, target, draft, batches=5):
+    """Returns the number of times that each output follows a prompt of two tokens."""
+    prompts = np.tile(np.pad(prompt, (0, BUCKET - 2)), (checks.BATCH, 1))
+    rows, counts = (prompts, np.full(checks.BATCH, 2)), collections.Counter()
+    for seed in range(batches):
+        arguments = _method(case), checks._keys(seed), *rows, _policy(case)
+        result = checks._decode(*arguments, target, draft)
+        for tokens, length in zip(result.tokens.tolist(), result.lengths, strict=True):
+            counts[tuple(tokens[2:length])] += 1
+    return counts
+
+
+def _check_outputs(counts, pmf):
+    assert counts.keys() <= pmf.keys()
+    observed = np.array([counts[each] for each in pmf])
+    assert chi_square.p_value(observed, np.array([*pmf.values()])) > 1e-4
+
+
+PATHS = (*("otm_block tree 2,2,1", "otm_layer wide", "traversal wide"), "gbv K=3 L=3")
+"""A case for each verifier of whole paths."""
+
+
+@_cases(PATHS)
+def test_drafts_from_undefined_distributions_are_not_used(case):
     """If all draft logits are -inf, p is NaN, and tokens drawn from it do not count as drafts."""
-    V, prompts = 5, np.tile([1, 2], (40_000, 1))
-    for where, places in UNDEFINED.items():  # One program serves both.
-        draft = np.tile([0.4, 0.3, 0.15, 0.1, 0.05], (V, V, 1))
+    target = np.full((VOCAB,) * 3, 1 / VOCAB)
+    pmf = exact_pmf(target, PROMPT, checks.LENGTH, EOS)
+    for places in UNDEFINED.values():
+        draft = np.tile([0.4, 0.3, 0.2, 0.1], (VOCAB, VOCAB, 1))
         draft[places] = 0
-        models = TableModel(np.full((V, V, V), 0.2)), TableModel(draft)
-        first, second = _single(name, options, models, prompts, 2).tokens[:, 2:4].T
-        seen = np.bincount(first * V + second, minlength=V * V)
-        assert chi_square.p_value(seen, np.full(V * V, 1 / V**2)) > 1e-4, where
+        _check_outputs(_outputs(case, PROMPT, target, draft), pmf)
 
 
-SMALL = {"block": {"draft_length": 2}, "gbv": {"num_drafts": 2, "draft_length": 2}}
-"""The options of methods that take no tree."""
-
-
-@pytest.mark.parametrize("name", ["otm", "otm_block", "otm_layer", "traversal", "gbv", "lookup"])
-def test_target_logits_of_minus_infinity_end_the_sequence(name):
-    """If all target logits are -inf, the next token is -1, and no token follows."""
-    target, draft = np.full((3, 3, 3), 1 / 3), np.full((3, 3, 3), 1 / 3)
-    target[1, 2] = 0
-    models, prompts = (TableModel(target), TableModel(draft)), np.tile([1, 2], (8, 1))
-    options = SMALL.get(name, {"tree": "2,1"})
-    result = _single(name, options, models, prompts, 3, Policy(eos=0))
-    assert np.all(result.tokens[:, 2] == -1)
-    np.testing.assert_array_equal(result.lengths, 3)
-
-
-@pytest.mark.parametrize("name", ["block", "otm_block", "otm_layer", "traversal", "gbv"])
-def test_paths_to_undefined_target_distributions_keep_their_probability(name):
-    """After token 0 the target has no distribution, so -1 follows. Verifying whole paths must not
-    avoid such paths."""
-    target, halves, rows = np.full((2, 2, 2), 0.5), np.full((2, 2, 2), 0.5), 20_000
+@_cases((*PATHS, "otm tree 3,2", "lookup tree 3,2,1"))
+def test_target_logits_of_minus_infinity_end_the_sequence(case):
+    """After (1, 0) the target has no distribution, so -1 follows and ends the sequence. Verifying
+    whole paths must not avoid such paths."""
+    halves = np.tile([0.5, 0.5, 0, 0], (VOCAB, VOCAB, 1))
+    target = halves.copy()
     target[1, 0] = 0
-    models, prompts = (TableModel(target), TableModel(halves)), np.tile([0, 1], (rows, 1))
-    result = _single(name, SMALL.get(name, {"tree": "2,1"}), models, prompts, 3)
-    ends = zip(result.tokens, result.lengths, strict=True)
-    new = [tuple(row[2:length].tolist()) for row, length in ends]
-    expected = {(0, -1): 0.5, (1, 0, -1): 0.25, (1, 1, 0): 0.125, (1, 1, 1): 0.125}
-    counts = np.array([new.count(each) for each in expected])
-    assert counts.sum() == rows
-    assert chi_square.p_value(counts, np.array(list(expected.values()))) > 1e-4
+    assert _outputs(case, (1, 0), target, halves, batches=1) == {(-1,): checks.BATCH}
+    pmf = collections.Counter()
+    for bits in itertools.product((0, 1), repeat=checks.LENGTH):
+        ended = (*bits, 0).index(0) + 1
+        pmf[(*bits[:ended], -1)[: checks.LENGTH]] += 1 / 2**checks.LENGTH
+    _check_outputs(_outputs(case, (0, 1), target, halves), pmf)
 
 
 @pytest.mark.parametrize("name", ["gsd", "greedy_drafts", "traversal"])
@@ -389,20 +364,16 @@ def test_outputs_are_exact_where_the_draft_residual_underflows(name):
     assert chi_square.p_value(counts, np.full(V, 0.2)) > 1e-4
 
 
-def test_ersd_sequences_do_not_depend_on_draft_or_tree():
-    prompts, lengths = _ragged_prompts(8, rows=64)
-    other = perturbed(TARGET, 2, 3.0)
-    tokens, calls = [], []
-    cases = ("3,1", DRAFT), ("specinfer:8", DRAFT), ("chain:2", other), ("3,1", TARGET)
-    for tree, draft in cases:
-        models = TableModel(TARGET), TableModel(draft)
-        method = get_method("ersd", tree=tree)
-        result = generate(jax.random.key(4), method, *models, prompts, lengths, 20)
-        tokens.append(np.asarray(result.tokens))
-        calls.append(int(np.sum(result.target_calls)))
-    for each in tokens[1:]:
-        np.testing.assert_array_equal(each, tokens[0])
-    assert calls[3] < calls[0] < calls[2]
+@_cases(["ersd uneven"])
+def test_ersd_sequences_do_not_depend_on_draft_or_tree(case):
+    method, rows = _method(case), (checks._keys(4), *checks._ragged_prompts(8), _policy(case))
+    other, chained = perturbed(TARGET, 2, 3.0), get_method("ersd", tree="chain:2")
+    runs = (method, DRAFT), (chained, other), (method, TARGET)
+    first, *others = (checks._decode(each, *rows, TARGET, draft) for each, draft in runs)
+    for other in others:
+        np.testing.assert_array_equal(other.tokens, first.tokens)
+    calls = [np.sum(each.target_calls) for each in (others[1], first, others[0])]
+    assert calls == sorted(calls)
 
 
 @pytest.mark.slow
@@ -452,11 +423,9 @@ def test_each_step_calls_the_target_once_on_any_tree():
     for tree, nodes in (("4,2,1,1", 28), ("specinfer:9", 9)):
         calls.clear()
         models = Counting(TARGET), TableModel(DRAFT)
-        generate(jax.random.key(0), get_method("gsd", tree=tree), *models, [[1, 2]], [2], 12)
-        assert calls == [
-            BUCKET,
-            nodes + 1,
-        ]  # One call for the prompt, one for the tree in the loop.
+        lower(jax.random.key(0), get_method("gsd", tree=tree), *models, [[1, 2]], [2], 12)
+        # One call for the prompt, one for the tree in the loop.
+        assert calls == [BUCKET, nodes + 1]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from spectr_jax.decoding import Policy, decode, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.decoding.policy import probabilities
 from spectr_jax.models.frozen import freeze
 from spectr_jax.models.table import TableModel, exact_pmf, perturbed, random_table
-from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.testing import chi_square
 from spectr_jax.utils import backend
 from spectr_jax.utils.errors import UserError
@@ -70,13 +68,12 @@ def test_top_k_top_p_and_min_p_equal_a_sorted_reference(on_cpu, monkeypatch):
             np.testing.assert_array_equal(made[row, node], alone)
 
 
-@pytest.mark.parametrize("name", ["otm_block", pytest.param("gsd", marks=pytest.mark.slow)])
-def test_rows_follow_their_own_policies(name):
+def test_rows_follow_their_own_policies():
     target, repeated, length = random_table(0, 4), 2000, 3
     policy = _batch(POLICIES, repeated)
     rows = len(policy.temperature)
     arguments = (
-        get_method(name, tree="2,1"),
+        get_method("otm_block", tree="2,1"),
         TableModel(target),
         TableModel(perturbed(target, 1, 0.8)),
     )
@@ -98,16 +95,12 @@ def test_rows_follow_their_own_policies(name):
         assert chi_square.p_value(counts[number], expected) > 1e-4
 
 
-def _transformer(seed, layers):
-    shape = {"vocab_size": 100, "width": 16, "mlp": 32, "heads": 2, "layers": layers, "context": 64}
-    return Transformer(TransformerConfig(**shape), rngs=nnx.Rngs(seed))
-
-
 @pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_row_with_its_own_policy_equals_the_row_alone(on_cpu, monkeypatch):
     monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
     jax.clear_caches()
-    models, method = (_transformer(0, 2), _transformer(1, 1)), get_method("otm_block", tree="2,1")
+    models = [TableModel(random_table(seed, 100)) for seed in (0, 1)]
+    method = get_method("speculative", draft_length=2)
     rng = np.random.default_rng(0)
     prompts, lengths = rng.integers(0, 100, (len(POLICIES), 5)), np.array([1, 5, 3, 2, 4, 5])
     keys = jax.random.split(jax.random.key(0), len(POLICIES))

@@ -217,7 +217,7 @@ def test_a_call_stores_what_the_target_ranked_first_after_each_scored_token():
 
 def test_recycled_tokens_are_those_that_the_target_ranked_first_the_last_time():
     """Replays each call. Of equal tokens, the accepted draft counts, then the root, then the rest."""
-    table, rows, known = random_table(2, 6), 200, 0
+    table, rows, known = random_table(2, 6), 50, 0
     method = get_method("recycle", tree="2", max_ngram=0, ranks=2)
 
     def drafts(call):

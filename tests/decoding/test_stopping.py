@@ -145,7 +145,7 @@ def test_strings_are_cut_at_the_first_match_to_be_completed_whatever_the_tokens(
     assert before("xabcd", ("abcd", "bc")) == "xa" and before("xabc", ("bc", "abc")) == "x"
     rng = np.random.default_rng(0)
     matched = 0
-    for _ in range(200):
+    for _ in range(100):
         letters = [rng.choice(list("abc"), rng.integers(1, 5)) for _ in range(9)]
         pieces, strings = (["".join(each) for each in part] for part in (letters[:6], letters[6:]))
         stop = prepared(strings, types.SimpleNamespace(pieces=[p.encode() for p in pieces]), 6)
@@ -163,7 +163,7 @@ def test_strings_are_cut_at_the_first_match_to_be_completed_whatever_the_tokens(
         assert len(read) >= ends[0] > len(read) - len(pieces[tokens[0, count - 1]])
         assert before(text, strings) == before(read, strings) == expected
         matched += 1
-    assert matched > 100
+    assert matched > 50
 
 
 def test_a_stop_string_that_names_a_control_token_is_that_token():

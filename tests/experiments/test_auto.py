@@ -2,10 +2,10 @@
 
 import json
 import re
-import runpy
 
 import pytest
 
+from helpers import names_in, stopping
 from spectr_jax.decoding import get_method
 from spectr_jax.experiments import auto
 from spectr_jax.experiments.config import auto_config
@@ -33,7 +33,7 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_and_writes_table_and_answer(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes_and_writes_table_and_answer(toy, tmp_path, monkeypatch):
     """The run is stopped while it measures methods and target calls, and resumes each time. The
     test sets the time of each journal entry to one hour, which the result must include."""
     decoded, calls = [], []
@@ -114,7 +114,7 @@ def test_the_recommended_line_makes_the_method_that_was_measured(tmp_path, spec,
 
 
 def test_the_default_grid_has_twelve_methods_and_the_baseline():
-    config = runpy.run_path("configs/auto.py")["get_config"]()
+    config = names_in("configs/auto.py").get_config()
     auto.check_auto_config(config)
     assert list(auto.candidates(config)) == ["baseline", *config.candidates]
     assert len(config.candidates) == 12

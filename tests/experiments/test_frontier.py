@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from helpers import stopping
 
 from spectr_jax import transport
 from spectr_jax.decoding import get_method
@@ -183,7 +184,7 @@ def test_invalid_configs_are_refused(toy, changes, message):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes(toy, tmp_path, monkeypatch):
     calls: list = []
     monkeypatch.setattr(Bench, "run", stopping(Bench.run, calls, 2))
     config = _config(toy.folder, methods=("spectr",), paths=(2,))

@@ -11,6 +11,7 @@ import types
 import jax
 import pytest
 
+from helpers import stopping
 from spectr_jax.experiments import latency, paper
 from spectr_jax.experiments.config import latency_config
 from spectr_jax.experiments.measure import profile
@@ -36,7 +37,7 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_and_writes_the_tables(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes_and_writes_the_tables(toy, tmp_path, monkeypatch):
     """The run is stopped in the third of four turns and at the profile, and resumes each time. The
     test sets the time of each journal entry to one hour, which the result must include."""
     made, calls, phases, profiles = [], [], [], []
@@ -73,7 +74,7 @@ def test_a_stopped_run_resumes_and_writes_the_tables(toy, tmp_path, monkeypatch,
     )
 
 
-def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch, stopping):
+def test_phases_resume_with_the_method_that_was_stopped(tmp_path, monkeypatch):
     config, any_model = (
         _config(tmp_path, methods=("spectr", "otm_block")),
         types.SimpleNamespace(model=None),

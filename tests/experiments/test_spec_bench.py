@@ -72,6 +72,7 @@ def config(models, tmp_path, monkeypatch):
     return config
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_and_matches_separate_conversations(
     config, models, tmp_path, monkeypatch
 ):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
-import runpy
 import shlex
 import sys
 import types
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from helpers import ROOT, names_in, stopping
 from spectr_jax.data.tokenizer import BOS, train_tokenizer
 from spectr_jax.decoding import get_method
 from spectr_jax.distillation.students import parameters
@@ -20,7 +19,12 @@ from spectr_jax.experiments.config import eval_config
 from spectr_jax.experiments.measure import acceptance, report
 from spectr_jax.experiments.measure import bench as benches
 from spectr_jax.experiments.measure.bench import Bench
-from spectr_jax.experiments.measure.measurement import Contender, Measurement, read_prompts
+from spectr_jax.experiments.measure.measurement import (
+    Contender,
+    Measurement,
+    policies_of,
+    read_prompts,
+)
 from spectr_jax.experiments.paper import TOKENS_PER_CALL
 from spectr_jax.experiments.tokens_per_call import run
 from spectr_jax.loading.by_name import Trained, load, shape_name
@@ -29,8 +33,6 @@ from spectr_jax.models.transformer import LADDER, Transformer
 from spectr_jax.models.weights import save_weights
 from spectr_jax.utils.config import config_hash
 from spectr_jax.utils.errors import UserError
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _config(folder, **changes):
@@ -60,6 +62,7 @@ def whole(toy, tmp_path_factory):
     return folder, run(_config(toy.folder), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("table")  # These tests share programs and this table.
 def test_the_table_is_written_as_json_markdown_and_png(whole):
     folder, first = whole
@@ -123,7 +126,7 @@ class _Bar:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("table")
-def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypatch, stopping):
+def test_the_progress_bar_counts_every_program_and_batch(toy, tmp_path, monkeypatch):
     """Without alpha*, each row has one program. After a stop, the resumed bar reaches its total."""
     monkeypatch.setattr(tokens_per_call, "progress", _Bar)
     monkeypatch.setattr(_Bar, "bars", [])
@@ -247,6 +250,14 @@ def test_unusable_journals_are_refused_and_kept(toy, tmp_path, content, message)
     assert path.read_text() == content
 
 
+def test_the_draft_temperature_is_that_of_the_drafts_alone():
+    config = eval_config()
+    config.update({"temperature": 0.7, "draft_temperature": 1.3})
+    assert [policy.temperature for policy in policies_of(config, 2)] == [0.7, 1.3]
+    config.draft_temperature = None
+    assert [policy.temperature for policy in policies_of(config, 2)] == [0.7, 0.7]
+
+
 def test_tables_of_configs_without_model_parallel_are_recognised():
     """Configs of older versions lack the field."""
     config = eval_config()
@@ -353,7 +364,7 @@ def test_published_models_have_the_shapes_of_the_ladder():
 
 def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = runpy.run_path("configs/ladder.py")["get_config"]("97m")
+    config = names_in("configs/ladder.py").get_config("97m")
     tokens_per_call.check_eval_config(config)
     target = load(config.target, config.dtype)
     assert (
@@ -366,7 +377,7 @@ def test_the_97m_ladder_config_loads_matching_models(monkeypatch):
 def test_the_smollm2_ladder_config_loads_its_drafts(monkeypatch):
     """The drafts have SmolLM2's vocabulary, but their heads have logits for fewer tokens."""
     monkeypatch.chdir(ROOT)
-    config = runpy.run_path("configs/ladder.py")["get_config"]("smollm2")
+    config = names_in("configs/ladder.py").get_config("smollm2")
     tokens_per_call.check_eval_config(config)
     shapes = [load(name, config.dtype).model.config for name in config.drafts]
     assert {(shape.vocab_size, shape.head_tokens) for shape in shapes} == {(49_152, 8_192)}

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from helpers import stopping
 from spectr_jax import transport
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
@@ -60,7 +61,7 @@ def _config(folder, **changes):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_resumes_and_writes_table_and_figures(toy, tmp_path, monkeypatch, stopping):
+def test_a_stopped_run_resumes_and_writes_table_and_figures(toy, tmp_path, monkeypatch):
     """The run is stopped while it measures acceptance and rows, and resumes each time."""
     config = _config(toy.folder, methods=MEASURED)
     monkeypatch.setattr(Bench, "run", stopping(Bench.run, [], 9, 24))

@@ -1,9 +1,7 @@
 """Tests published draft heads with their targets: layouts, refused pairs, and a user's path."""
 
 import json
-import pathlib
 import re
-import runpy
 import subprocess
 import sys
 import types
@@ -14,6 +12,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from helpers import names_in
 from spectr_jax.decoding import Policy, get_method
 from spectr_jax.decoding.generate import generate
 from spectr_jax.loading.by_name import Trained, load
@@ -22,8 +21,7 @@ from spectr_jax.models.formats.hf_llama import save_llama
 from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.utils.errors import UserError
 
-REFERENCES = pathlib.Path(__file__).parents[1] / "references"
-heads = types.SimpleNamespace(**runpy.run_path(str(REFERENCES / "heads.py")))
+heads = names_in("tests/references/heads.py")
 recorded, written, IDS = heads.recorded, heads.written, heads.IDS
 WIDTH, VOCABULARY = 32, heads.VOCABULARY
 
@@ -44,10 +42,8 @@ def target_of(layers=7, seed=0, **changes):
 def test_layouts_of_one_head_have_the_same_logits_and_tokens(layouts):
     target = target_of()
     target.model.embed.embedding[...] = recorded("llama")[1]["embed_tokens.weight"]
-    prompts, method = (
-        np.array([[3, 1, 4, 1, 5], [2, 7, 1, 0, 0]]),
-        get_method("otm_block", tree="2,2,1"),
-    )
+    prompts = np.array([[3, 1, 4, 1, 5], [2, 7, 1, 0, 0]])
+    method = get_method("block", draft_length=2)
     found = {}
     for name, folder in layouts.items():
         head = fitted(load(f"eagle3:{folder}", "float32"), target)
@@ -140,7 +136,7 @@ def test_a_pair_of_folders_decodes_greedily_as_its_target_alone(folders, dtype):
     target, (head,) = load_pair(*names, dtype)
     prompts, lengths = target.tokenizer.prompts(["Why is the sky", "blue?"])
     rows, greedy = (prompts, lengths, 24), Policy(temperature=0.0)
-    method = get_method("otm_layer", tree="4,2,1")
+    method = get_method("block", draft_length=2)
     made = generate(jax.random.key(0), method, target, head, *rows, greedy)
     alone = generate(jax.random.key(0), get_method("baseline"), target, None, *rows, greedy)
     np.testing.assert_array_equal(made.tokens, alone.tokens)

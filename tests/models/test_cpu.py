@@ -47,7 +47,7 @@ def _int8(rows, inputs, outputs):
     return x, kernel, rng.uniform(0.5, 1, outputs).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
+@pytest.mark.parametrize("rows", [1, 40])  # Other numbers have the same bits as each row alone.
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_int8_products_equal_float64(level, inputs, outputs, rows):
     x, kernel, scale = _int8(rows, inputs, outputs)
@@ -66,7 +66,7 @@ def test_int8_products_equal_float64(level, inputs, outputs, rows):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 4, 16, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_float_products_equal_float64(level, inputs, outputs, rows, dtype):
     x, weights = _factors(rows, inputs, outputs)
@@ -199,7 +199,7 @@ def test_int8_rows_have_the_same_bits_in_tiles(level, inputs, outputs):
     x, kernel, scale = _int8(70, inputs, outputs)
     x[5] *= 1e-3
     alone = np.concatenate([cpu.int8_rows(row[None], kernel, scale) for row in x])
-    for rows in range(1, 71):
+    for rows in (*range(1, 18), 31, 32, 33, 64, 69, 70):
         np.testing.assert_array_equal(cpu.int8_rows(x[:rows], kernel, scale), alone[:rows])
 
 
@@ -337,7 +337,7 @@ def test_products_have_the_same_bits_with_any_thread_count():
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert with_threads(1) == with_threads(2) == with_threads(5) == with_threads(8) != ""
+    assert with_threads(1) == with_threads(2) == with_threads(5) != ""
 
 
 BUILT = cpu.FOLDER / f"_products{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -86,7 +86,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("name", "options", "draft"),
     [
-        ("otm_block", {"tree": "2,1"}, lambda: target(1)),
+        pytest.param("otm_block", {"tree": "2,1"}, lambda: target(1), marks=pytest.mark.slow),
         ("speculative", {"draft_length": 2}, lambda: Llama(FEATURE_DRAFT, rngs=nnx.Rngs(1))),
         ("self_speculative", {"layers": 1, "draft_length": 2}, None),
     ],
@@ -171,6 +171,7 @@ def test_functional_models_load_by_name_and_fit_other_vocabularies(monkeypatch):
     assert_same(out, generate(KEY, method, wide, alone, *PROMPTS))
 
 
+@pytest.mark.slow
 def test_parameters_on_a_mesh_stay_or_are_replicated():
     mesh, model, method = sharding.make_mesh(), table_model(), get_method("speculative")
     split = NamedSharding(mesh, PartitionSpec(None, None, sharding.MODEL))

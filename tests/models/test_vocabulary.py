@@ -88,7 +88,7 @@ def test_a_partial_head_keeps_the_target_distribution():
     target = Llama(dataclasses.replace(SHAPE, embed_rank=0, head_tokens=0), rngs=nnx.Rngs(1))
     keys, prompts = jax.random.split(jax.random.key(0), 5_000), np.tile([[3, 5]], (5_000, 1))
     policy, first = Policy(temperature=0.5), jax.nn.softmax(logits(target, [3, 5])[-1] / 0.5)
-    method = get_method("otm_layer", tree="2,1")
+    method = get_method("speculative", draft_length=2)
     made = generate(keys, method, target, student(), prompts, np.full(5_000, 2), 2, policy)
     counts = np.bincount(np.asarray(made.tokens)[:, 2], minlength=31)
     assert p_value(counts, np.asarray(first, np.float64)) > 1e-3

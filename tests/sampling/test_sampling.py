@@ -300,6 +300,7 @@ def test_a_closed_stdout_gets_no_colour(monkeypatch):
     assert not terminal.wants_colour()
 
 
+@pytest.mark.slow
 def test_sample_compares_every_prompt_and_writes_a_page(toy, tmp_path):
     """Two prompts come from a file. The output has no colours, because it is not a terminal."""
     (tmp_path / "prompts.txt").write_text("law 3\n\ndraft <token> é\n")

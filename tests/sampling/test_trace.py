@@ -29,8 +29,6 @@ def _record(method):
     ("name", "options"),
     [
         pytest.param("otm_block", {"tree": "2,2,1"}, marks=pytest.mark.slow),
-        pytest.param("otm_layer", {"tree": "2,2,1"}, marks=pytest.mark.slow),
-        pytest.param("gsd", {"tree": "3,1"}, marks=pytest.mark.slow),
         ("speculative", {"draft_length": 2}),
     ],
 )

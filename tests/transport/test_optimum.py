@@ -147,7 +147,7 @@ def test_float32_select_follows_q_at_vocabulary_8192(name):
     """The acceptance is exact within four standard errors."""
     p, q = _noisy_zipf(8192, 0)
     k, chunk = 4, 2_000
-    chunks = 500 if name == "otm" else 100
+    chunks = 150 if name == "otm" else 50
     plan = transport.get(name)
     counts, accepted = np.zeros(8192), 0
     for index in range(chunks):

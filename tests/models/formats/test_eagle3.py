@@ -1,15 +1,12 @@
 """Tests EAGLE-3 heads: recorded outputs of speculators, four layouts of one head, refused heads."""
 
-import pathlib
-import runpy
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from helpers import names_in
 from spectr_jax.loading.by_name import load
 from spectr_jax.models import rotary
 from spectr_jax.models.formats.eagle3 import load_eagle3
@@ -18,8 +15,7 @@ from spectr_jax.models.llama import Llama, LlamaConfig, rotary_frequencies
 from spectr_jax.models.quantized import quantize
 from spectr_jax.utils.errors import UserError
 
-REFERENCES = pathlib.Path(__file__).parents[2] / "references"
-heads = types.SimpleNamespace(**runpy.run_path(str(REFERENCES / "heads.py")))
+heads = names_in("tests/references/heads.py")
 weight, recorded, written, IDS = heads.weight, heads.recorded, heads.written, heads.IDS
 HEADS = ("llama", "qwen3", "fc_norm", "whole")
 WIDTH, VOCABULARY = 32, heads.VOCABULARY

@@ -1,9 +1,7 @@
 """Tests GGUF files of the Llama family: weights, metadata, tokenizers, and refused files."""
 
 import dataclasses
-import pathlib
 import re
-import runpy
 
 import gguf
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from helpers import names_in
 from spectr_jax.loading.by_name import load
 from spectr_jax.models.formats.gguf import GGUF, NAMES, load_gguf
 from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
@@ -19,8 +18,8 @@ from spectr_jax.models.llama import Llama
 from spectr_jax.models.quantized import Int8Linear, quantize
 from spectr_jax.utils.errors import UserError
 
-TOKENIZERS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "data/test_gguf_tokenizer.py"))
-byte_pairs, metadata = TOKENIZERS["byte_pairs"], TOKENIZERS["metadata"]
+tokenizers = names_in("tests/data/test_gguf_tokenizer.py")
+byte_pairs, metadata = tokenizers.byte_pairs, tokenizers.metadata
 LITTLE, BIG = gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import pathlib
 import re
-import runpy
 
 import gguf
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from helpers import names_in
 from spectr_jax.models.formats.gguf import NAMES, gguf_config, load_gguf
 from spectr_jax.models.formats.gguf_file import GGUF
 from spectr_jax.models.formats.hf_llama import NAMES as HF_NAMES
@@ -23,7 +23,7 @@ from spectr_jax.models.formats.hf_llama import POST_NORMS
 from spectr_jax.utils.errors import UserError
 
 HERE = pathlib.Path(__file__)
-REFERENCES = runpy.run_path(str(HERE.parents[3] / "scripts" / "dev" / "references.py"))
+SCRIPT = names_in("scripts/dev/references.py")
 PUT = {
     str: gguf.GGUFWriter.add_string,
     bool: gguf.GGUFWriter.add_bool,
@@ -139,17 +139,17 @@ def _renamed(tensors, given, arch):
     return renamed
 
 
-MODELS = sorted(REFERENCES["MODELS"].keys() - {"qwen2", "llama_dynamic"})
+MODELS = sorted(SCRIPT.MODELS.keys() - {"qwen2", "llama_dynamic"})
 """GGUF files of Qwen 2 do not say which layers have windows, and none has a dynamic scaling."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gguf_files_have_the_logits_of_transformers(name, tmp_path):
     """The prompt is longer than the windows."""
-    recorded = REFERENCES["write"](name, tmp_path)
+    recorded = SCRIPT.write(name, tmp_path)
     converted(tmp_path, tmp_path / "model.gguf")
     model = load_gguf(GGUF(tmp_path / "model.gguf"))
-    tokens = REFERENCES["prompt"](model.vocab_size)
+    tokens = SCRIPT.prompt(model.vocab_size)
     N = len(tokens)
     given = jnp.asarray(tokens)[None], jnp.arange(N)[None], jnp.tri(N, dtype=bool)[None]
     np.testing.assert_allclose(model.extend(*given)[0][0], recorded["logits"], atol=1e-4, rtol=0)
@@ -230,7 +230,7 @@ def test_shapes_of_other_models_are_refused(name, changes, message, tmp_path):
 
 def _changed(name, changes, folder):
     """Returns the GGUF file of a recorded model with changed metadata."""
-    REFERENCES["write"](name, folder)
+    SCRIPT.write(name, folder)
     arch = name.split("_")[0].replace("mistral", "llama")
     last = f"blk.{changes.get('block_count', 1) - 1}.attn_norm.weight"
     changes = {f"{arch}.{field}": value for field, value in changes.items()}

@@ -1,8 +1,6 @@
 """Tests files of PyTorch: recorded tensors of all dtypes, and files that must not be read."""
 
-import pathlib
 import pickle
-import runpy
 import zipfile
 
 import jax
@@ -11,12 +9,13 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from helpers import REFERENCES, names_in
 from spectr_jax.models.formats import hf_llama, tensors
 from spectr_jax.models.formats.folder import PICKLED, WEIGHTS, Folder
 from spectr_jax.models.formats.pickled import locations_of
 from spectr_jax.utils.errors import UserError
 
-RECORDED = pathlib.Path(__file__).parents[2] / "references/tensors.bin"
+RECORDED = REFERENCES / "tensors.bin"
 
 
 def test_recorded_tensors_are_read():
@@ -33,9 +32,10 @@ def test_recorded_tensors_are_read():
 
 
 def test_a_model_in_a_file_of_pytorch_loads(llamas, tmp_path):
-    write = runpy.run_path(str(RECORDED.with_name("heads.py")))["write_pickled"]
     hf_llama.save_llama(tmp_path, llamas["tied"])
-    write(tmp_path / PICKLED, safetensors.numpy.load_file(tmp_path / WEIGHTS))
+    names_in("tests/references/heads.py").write_pickled(
+        tmp_path / PICKLED, safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    )
     (tmp_path / WEIGHTS).unlink()
     read = hf_llama.load_llama(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(llamas["tied"]))

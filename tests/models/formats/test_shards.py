@@ -6,9 +6,7 @@ One process of eight devices and two processes of four load the same files.
 import dataclasses
 import json
 import os
-import pathlib
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from helpers import names_in
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.models import parallel
 from spectr_jax.models.formats import hf_llama
@@ -31,7 +30,7 @@ from spectr_jax.utils.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("shards")  # Two processes are started once for all tests.
 
-write_gguf = runpy.run_path(str(pathlib.Path(__file__).with_name("test_gguf.py")))["write"]
+write_gguf = names_in("tests/models/formats/test_gguf.py").write
 
 LLAMA = LlamaConfig(
     layers=2, width=32, mlp=48, heads=8, kv_heads=2, head_width=6, vocab_size=304, context=64
