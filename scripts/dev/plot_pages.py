@@ -42,7 +42,7 @@ def plot_tokens() -> None:
             for row in rows:
                 if row["method"] == method:
                     best[row["size"]] = max(best[row["size"]], row["tokens_per_call"])
-            axes.plot(*zip(*best.items()), "o-", color=f"C{color}", label=method)
+            axes.plot(list(best), list(best.values()), "o-", color=f"C{color}", label=method)
         axes.set(title=title, xlabel="Drafted tokens per call, at most")
         label(axes, SIZES)
     panels[0].set_ylabel("Tokens/call")
