@@ -140,9 +140,12 @@ def _tree(config: ml_collections.ConfigDict, stem: int, paths: int) -> Tree:
 
 def parts_of(config: ml_collections.ConfigDict, stem: int) -> tuple[Part, ...]:
     """Returns all methods on all numbers of paths; those that cannot draft such trees are absent."""
-    pairs = itertools.product(config.methods, sorted(config.paths))
-    methods = [(name, paths, on_tree(name, _tree(config, stem, paths))) for name, paths in pairs]
-    return tuple(Part(*part) for part in methods if part[-1] is not None)
+    parts = []
+    for name, paths in itertools.product(config.methods, sorted(config.paths)):
+        method = on_tree(name, _tree(config, stem, paths))
+        if method is not None:
+            parts.append(Part(name, paths, method))
+    return tuple(parts)
 
 
 @functools.cache
@@ -195,7 +198,7 @@ def first_paths(scored: ScoredTree, tree: Tree) -> ScoredTree:
 def _measured_rows(bench: Bench, stem: int) -> list[dict[str, Any]]:
     """Returns a row of the table for each number of paths."""
     config, parts = bench.config, parts_of(bench.config, stem)
-    widest = on_tree(config.methods[0], _tree(config, stem, max(config.paths)))
+    widest = next(part.method for part in parts if part.paths == max(config.paths))
     observe = observe_choices(tuple(part.method for part in parts))
     label = f"{_spelled(config)}, stem {stem}"
     contender = Contender(widest, bench.drafts[0], observe)
@@ -293,7 +296,11 @@ def _optimum_rows(bench: Bench) -> list[dict[str, Any]]:
         counts = np.array([_simulated(config, parts, *pair) for pair in pairs])
         for paths in config.paths:
             tree = _tree(config, stem, paths)
-            tokens = {"optimum": [most_tokens(*map(_from_table, pair), tree) for pair in pairs]}
+            best = [
+                most_tokens(_from_table(draft), _from_table(target), tree)
+                for draft, target in pairs
+            ]
+            tokens = {"optimum": best}
             for index, part in enumerate(parts):
                 if part.paths == paths:
                     tokens[part.name] = counts[:, index].tolist()
@@ -315,7 +322,7 @@ def _simulated(
 ) -> np.ndarray:
     """Returns the mean tokens of one call [parts]; all parts choose from the same drafts."""
     widest, context = max(parts, key=lambda part: part.paths).method, len(target) - 1
-    models = freeze(TableModel(target)), freeze(TableModel(draft))
+    models = freeze(TableModel(jnp.asarray(target))), freeze(TableModel(jnp.asarray(draft)))
     prompts, lengths = np.full((config.calls, 2), context), np.full(config.calls, 2)
     observe = observe_choices(tuple(part.method for part in parts))
     generation = generate(jax.random.key(0), widest, *models, prompts, lengths, 1, observe=observe)

@@ -6,8 +6,8 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from helpers import stopping
 
+from helpers import stopping
 from spectr_jax import transport
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
