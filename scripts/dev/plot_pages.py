@@ -11,8 +11,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from spectr_jax.decoding.tree import parse
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures"
 METHODS = ("otm_layer", "traversal", "otm_block", "gsd", "spectr", "ersd", "block", "speculative")
@@ -33,29 +31,18 @@ def read(table: str) -> list[dict]:
     return json.loads((ROOT / f"results/{table}.json").read_text())["rows"]
 
 
-def by_size(table: str) -> list[tuple[str, int, float]]:
-    """Returns (method, drafted tokens rounded up to a size, tokens per call) for each tree."""
-    found = []
-    for row in read(table):
-        if "tokens" in row:  # results/layer has the tokens of each prompt by tree.
-            means = {tree: sum(n) / sum(row["calls"]) for tree, n in row["tokens"].items()}
-            sizes = {tree: min(n for n in SIZES if n >= parse(tree).size) for tree in means}
-            found += [(row["method"], sizes[tree], mean) for tree, mean in means.items()]
-        elif row["nodes"]:
-            found.append((row["method"], row["size"], row["tokens_per_call"]))
-    return found
-
-
 def plot_tokens() -> None:
     """Draws the best tokens per call of each method against the number of drafted tokens."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), sharey=True)
-    tables = {"6M target, 2M drafts": "trees/trees", "20M target, 2M drafts": "layer/trees"}
+    tables = {"6M target, 2M drafts": "trees/trees", "20M target, 2M drafts": "ladder/trees/trees"}
     for axes, (title, table) in zip(panels, tables.items(), strict=True):
-        found = by_size(table)
+        rows = [row for row in read(table) if row["nodes"]]
         for color, method in enumerate(METHODS):
-            best = [[n for name, s, n in found if (name, s) == (method, size)] for size in SIZES]
-            if any(best):
-                axes.plot(SIZES, [max(n) for n in best], "o-", color=f"C{color}", label=method)
+            best = dict.fromkeys(sorted({row["size"] for row in rows}), 0.0)
+            for row in rows:
+                if row["method"] == method:
+                    best[row["size"]] = max(best[row["size"]], row["tokens_per_call"])
+            axes.plot(list(best), list(best.values()), "o-", color=f"C{color}", label=method)
         axes.set(title=title, xlabel="Drafted tokens per call, at most")
         label(axes, SIZES)
     panels[0].set_ylabel("Tokens/call")

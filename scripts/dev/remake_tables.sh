@@ -7,8 +7,8 @@
 # SIGTERM to its process group. The same command resumes and skips finished tables, so give other weights another folder.
 # SmolLM2's tables are made only if they are named, and need its package (docs/models.md). At the end:
 # cp -r runs/tables/. results/, then fix the pages until tests/test_figures_on_pages.py passes. PYTHON names another
-# interpreter. Not made here: results/sample, latency, spec_bench and smollm2/drafts/chats (their pages have the
-# commands), results/smollm2/quality, and results/smollm2/drafts/int8 (by a script of commit 5974578).
+# interpreter. Not made here: results/sample, latency, spec_bench, smollm2/drafts/chats and the tables of scripts/dev
+# (results/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?the folder that gets the tables}
