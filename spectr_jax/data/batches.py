@@ -5,6 +5,7 @@ another, and `positions` starts at 0 in each. Inputs are BOS and the pieces; tar
 and EOS.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import grain
@@ -36,28 +37,29 @@ def training_batches(
         places, owner, parts = np.concatenate(ranges)[mine], owners[mine], []
         for number in np.unique(owner):
             source, _ = sources[number]
-            rows = shuffled(len(source), seed, places[owner == number])
+            rows = shuffled(len(source), (seed, int(number)), places[owner == number])
             parts.append(batch_of(source.take(rows)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     return batch
 
 
-def shuffled(count: int, seed: int, places: np.ndarray) -> np.ndarray:
+def shuffled(count: int, seed: tuple[int, ...], places: np.ndarray) -> np.ndarray:
     """Returns the rows at `places` of an endless order of `count` rows, int [places].
 
     Each epoch, `count` places, has every row once, in an order of its own.
     """
     epochs, places = np.divmod(places, count)
-    seeds = {
-        epoch: int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
-        for epoch in set(epochs.tolist())
-    }
-    rows = [
-        grain.experimental.index_shuffle(place, count - 1, seeds[epoch], 4)
-        for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)
-    ]
-    return np.array(rows)
+    rows = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs).tolist():
+        rows[epochs == epoch] = _order(count, (*seed, epoch))[places[epochs == epoch]]
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _order(count: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Returns the order of one epoch; kept, because a batch needs few of its places."""
+    return np.random.default_rng(seed).permutation(np.arange(count, dtype=np.uint32))
 
 
 def read_ahead(batches: Batches, mine: slice, first: int, end: int) -> grain.DatasetIterator:

@@ -33,7 +33,7 @@ PACKING_BINS = 64
 SENTENCES_A_SHARD = 2**16
 INDEX, STARTED = "packed.json", "packing.json"
 """The index of a packed corpus, and the settings of one that is not finished."""
-DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, lzma.LZMAError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, lzma.LZMAError)
 
 
 def pack(
@@ -125,6 +125,8 @@ def read_shards(folder: pathlib.Path, index: dict[str, Any]) -> list[np.ndarray]
     Raises an error of `DAMAGE` if a shard is missing or damaged.
     """
     shards = [_read(folder / name) for name in index["rows"]]
+    if not shards:
+        raise ValueError("it names no shards")
     for shard, (name, rows) in zip(shards, index["rows"].items(), strict=True):
         shape = (rows, index["length"])[: 1 if shard.dtype.names else 2]
         if shard.dtype != shards[0].dtype or shard.shape != shape:
@@ -219,8 +221,9 @@ def _run_all(tasks: Iterable[tuple], count: int, processes: int) -> list[tuple[i
             return list(bar(_results(pool, tasks, 2 * processes)))
         except BrokenProcessPool as error:
             raise UserError(
-                f"one of {processes} processes was killed, probably for its memory; give the same "
-                "command again, which resumes, or spectr_jax.pack with fewer --workers"
+                f"one of {processes} processes ended early: it was killed, probably for its memory, or "
+                "a script of yours lacks `if __name__ == '__main__'`; give the same command again, which "
+                "resumes, or spectr_jax.pack with fewer --workers"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -257,7 +260,9 @@ def _shard(
 ) -> tuple[int, int]:
     """Writes a shard, unless it is whole already. Returns its numbers of rows and tokens."""
     try:
-        rows = _read(path)
+        rows, none = _read(path), rows_of(())
+        if (rows.dtype, rows.shape[1:]) != (none.dtype, none.shape[1:]):
+            raise ValueError("rows of another form")
     except DAMAGE:
         rows = rows_of(sentences)
         file = io.BytesIO()

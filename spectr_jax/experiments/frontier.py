@@ -99,12 +99,20 @@ def check_frontier_config(config: ml_collections.ConfigDict) -> None:
     """Raises `UserError` for an invalid config."""
     check_fields(config, frontier_config())
     check_positive(config, "paths", "draft_length", "contexts", "calls")
-    for temperature, top_p in config.policies:
-        measurement.check_decoding(_with_policy(config, temperature, top_p))
-        if not temperature:
+    if config.contexts > config.num_prompts:
+        raise UserError(
+            f"contexts={config.contexts}: must not exceed num_prompts={config.num_prompts}; lower it"
+        )
+    for policy in config.policies:
+        if len(policy) != 2:
             raise UserError(
-                f"policies={config.policies}: greedy drafts are all equal; give positive "
-                "temperatures"
+                f"policies={policy}: must be a temperature and top-p, such as (1.0, 0.9)"
+            )
+        each = _with_policy(config, *policy)
+        measurement.check_decoding(each)
+        if not measurement.policies_of(each, -1)[1].temperature:
+            raise UserError(
+                f"policies={policy}: greedy drafts are all equal; give a positive temperature"
             )
     for stem in config.stems:
         if not 0 <= stem < config.draft_length:

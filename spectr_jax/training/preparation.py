@@ -194,10 +194,14 @@ def check_inputs(
     Those of an earlier start must be equal. A run of an older version has none and gets them.
 
     Raises:
-      UserError: the content of an input has changed since the run began.
+      UserError: the content of an input has changed since the run's first start, or differs between
+        processes.
     """
-    # A start that stopped before the run wrote its config may read other text.
-    before = _inputs(workdir) if (workdir / CONFIG).exists() else {}
+    if any(others != digests for others in hosts.gather(digests)):
+        raise UserError(
+            "data: its content differs between the processes; give all of them the same files"
+        )
+    before = _inputs(workdir)
     fields = flatten_dict(to_json(config), sep=".")
     for name, digest_now in digests.items():
         if before.get(name, digest_now) != digest_now:

@@ -82,11 +82,11 @@ def test_an_epoch_has_every_row_once_in_a_new_order(count):
     """Epochs end inside batches."""
     size = 8
     read = np.concatenate(
-        [shuffled(count, 3, np.arange(at, at + size)) for at in range(0, 3 * count, size)]
+        [shuffled(count, (3,), np.arange(at, at + size)) for at in range(0, 3 * count, size)]
     )
     epochs = read[: 3 * count].reshape(3, count)
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(count), (3, 1)))
-    other = shuffled(count, 4, np.arange(count))
+    other = shuffled(count, (4,), np.arange(count))
     if count > 1:
         orders = {tuple(order) for order in (*epochs.tolist(), other.tolist(), range(count))}
         assert len(orders) == 5

@@ -74,11 +74,11 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
     monkeypatch.setattr("spectr_jax.data.packing.SENTENCES_A_SHARD", 70)
     wanted, calls = pack(lines, tokenizer, tmp_path / "whole", LENGTH), []
 
-    def counted(*args, **options):
-        calls.append(args)
-        if len(calls) == 3:
+    def counted(sentences, **options):
+        calls.extend([sentences] if sentences else [])  # Without sentences: the form of rows.
+        if len(calls) == 3 and sentences:
             raise KeyboardInterrupt
-        return pack_rows(*args, **options)
+        return pack_rows(sentences, **options)
 
     monkeypatch.setattr("spectr_jax.data.packing.pack_rows", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -91,12 +91,14 @@ def test_a_stopped_pack_resumes_and_a_damaged_shard_is_packed_again(corpus, tmp_
     shard = tmp_path / "out" / "part-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-200])
     assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 4
+    np.save(shard, np.full((3, LENGTH + 1), 7, np.uint16))
+    assert pack(lines, tokenizer, tmp_path / "out", LENGTH) == wanted and len(calls) == 3 + 5
     open_packed(tmp_path / "out")
     with pytest.raises(UserError, match="other text or settings"):
         pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
     (tmp_path / "out" / INDEX).unlink()  # Now nothing says of which text the shards are.
     again = pack(lines[::-1], tokenizer, tmp_path / "out", LENGTH)
-    assert len(calls) == 3 + 4 + len(again["rows"])
+    assert len(calls) == 3 + 5 + len(again["rows"])
 
 
 def test_the_pack_command_writes_a_corpus_only_once(corpus, tmp_path):
@@ -125,11 +127,15 @@ def test_missing_or_damaged_corpora_are_refused(corpus, tmp_path):
         open_packed(tmp_path)
     for compress, name in ((False, "part-00000.npy"), (True, "part-00000.npy.xz")):
         folder = tmp_path / str(compress)
-        pack(lines, tokenizer, folder, LENGTH, compress)
+        index = pack(lines, tokenizer, folder, LENGTH, compress)
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-200])
         with pytest.raises(UserError, match="not a packed corpus that can be read"):
             open_packed(folder)
         (folder / name).unlink()
         with pytest.raises(UserError, match="No such file"):
+            open_packed(folder)
+    for rows in ({}, []):
+        (folder / INDEX).write_text(json.dumps({**index, "rows": rows}))
+        with pytest.raises(UserError, match="not a packed corpus that can be read"):
             open_packed(folder)

@@ -444,3 +444,10 @@ def test_each_step_calls_the_target_once_on_any_tree():
 def test_bad_names_and_options_of_methods_are_refused(name, options, message):
     with pytest.raises(UserError, match=message):
         get_method(name, **options)
+
+
+@pytest.mark.parametrize("name", ["gsd", "traversal", "otm_layer"])
+def test_a_tree_without_drafts_emits_one_token_per_call(name):
+    method, models = get_method(name, tree=Tree(())), (TableModel(TARGET), TableModel(DRAFT))
+    out = generate(jax.random.key(0), method, *models, np.array([PROMPT]), np.array([2]), 3)
+    assert out.target_calls.tolist() == [3] and out.lengths.tolist() == [5]

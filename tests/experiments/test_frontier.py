@@ -11,7 +11,7 @@ from helpers import stopping
 from spectr_jax import transport
 from spectr_jax.decoding import get_method
 from spectr_jax.decoding.generate import generate
-from spectr_jax.decoding.tree import prefix_tree
+from spectr_jax.decoding.tree import none, prefix_tree
 from spectr_jax.experiments import frontier
 from spectr_jax.experiments.config import frontier_config
 from spectr_jax.experiments.measure.bench import Bench
@@ -80,6 +80,9 @@ def test_the_optimum_sees_each_set_of_drafts_once():
     assert len(drafted) == 16 + 120
     with pytest.raises(UserError, match="tree of 16 nodes"):
         most_tokens(P, Q, prefix_tree(16))
+    one = np.eye(4)[0]  # Tokens that cannot be drafted are not enumerated.
+    assert most_tokens(lambda _: one, lambda _: one, prefix_tree(16)) == pytest.approx(2)
+    assert most_tokens(P, Q, none()) == 1
 
 
 @pytest.mark.parametrize("stem", [0, 1])
@@ -176,6 +179,9 @@ def test_equal_models_accept_all_drafts_on_all_trees(toy, tmp_path):
         ({"methods": ("gsd",)}, "'gsd'"),
         ({"methods": ("gbv", "spectr")}, "'gbv'"),
         ({"policies": ((0.0, 1.0),)}, "policies="),
+        ({"draft_temperature": 0.0}, "policies="),
+        ({"policies": ((1.0,),)}, "temperature and top-p"),
+        ({"contexts": 6}, "num_prompts=5"),
     ],
 )
 def test_invalid_configs_are_refused(toy, changes, message):

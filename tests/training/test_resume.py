@@ -50,15 +50,18 @@ def test_text_is_packed_once_into_the_workdir(config, losses, tmp_path, monkeypa
     monkeypatch.setattr(packing, "_cores", lambda: 1)
     made, pack_rows = [], packing.pack_rows
 
-    def counted(*args, **options):
-        made.append(args)
-        if len(made) == 3:
+    def counted(sentences, **options):
+        made.extend([sentences] if sentences else [])  # Without sentences: the form of rows.
+        if len(made) == 3 and sentences:
             raise KeyboardInterrupt
-        return pack_rows(*args, **options)
+        return pack_rows(sentences, **options)
 
     monkeypatch.setattr(packing, "pack_rows", counted)
     with pytest.raises(KeyboardInterrupt):
         train(config(), tmp_path / "run")
+    (tmp_path / "other.txt").write_text("a sentence of another corpus\n" * 300)
+    with pytest.raises(UserError, match=r"data.train='.*': its content has changed"):
+        train(config(**{"data.train": f"{tmp_path}/other.txt"}), tmp_path / "run")
     train(config(steps=7), tmp_path / "run")
     assert len(made) == 3 + 1
     train(config(), tmp_path / "run")

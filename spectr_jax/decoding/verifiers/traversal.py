@@ -137,6 +137,8 @@ def _visits(scored: ScoredTree) -> tuple[Int[Array, " visits"], Bool[Array, " vi
     that spell the same tokens, one with children, if there is any, gets the children of all and the
     place of the first.
     """
+    if not scored.tree.size:
+        return jnp.zeros(2, jnp.int32), jnp.array([True, False])
     tree, alike = scored.tree, scored.spelled_alike()
     nodes, depth, above = np.arange(tree.size + 1), tree.depth[:, None], np.arange(tree.height) + 1
     first = jnp.argmax(alike, axis=1)

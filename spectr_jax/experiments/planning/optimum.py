@@ -12,7 +12,6 @@ trees with the same set of sequences count as one.
 """
 
 import collections
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -42,6 +41,8 @@ def most_tokens(p: Distribution, q: Distribution, tree: Tree) -> float:
     """
     import scipy.sparse
 
+    if not tree.size:
+        return 1.0
     drafted = drafted_trees(p, tree)
     weights = np.array(list(drafted.values()))
     variables = [(x, s) for x, sequences in enumerate(drafted) for s in sequences]
@@ -70,21 +71,20 @@ def most_tokens(p: Distribution, q: Distribution, tree: Tree) -> float:
 
 def drafted_trees(p: Distribution, tree: Tree) -> dict[frozenset[Sequence], float]:
     """Returns the probability of each set of sequences that i.i.d. drafts can spell."""
-    vocab_size = len(p(()))
-    if vocab_size**tree.size > LARGEST:
-        raise UserError(
-            f"V={vocab_size}, tree of {tree.size} nodes: there are more than {LARGEST:,} drafted "
-            "trees; give fewer nodes"
-        )
-    drafted: dict[frozenset[Sequence], float] = collections.defaultdict(float)
-    for tokens in itertools.product(range(vocab_size), repeat=tree.size):
-        sequences: list[Sequence] = [()]
-        probability = 1.0
-        for token, parent in zip(tokens, tree.parents, strict=True):
-            probability *= float(p(sequences[parent])[token])
-            if not probability:
-                break
-            sequences.append((*sequences[parent], token))
-        else:
-            drafted[frozenset(sequences[1:])] += probability
-    return drafted
+    drafted: dict[tuple[Sequence, ...], float] = {((),): 1.0}
+    for parent in tree.parents:
+        longer = {}
+        for sequences, probability in drafted.items():
+            above = sequences[parent]
+            for token in np.flatnonzero(p(above)).tolist():
+                longer[*sequences, (*above, token)] = probability * float(p(above)[token])
+            if len(longer) > LARGEST:
+                raise UserError(
+                    f"tree of {tree.size} nodes: there are more than {LARGEST:,} drafted trees; give "
+                    "fewer nodes"
+                )
+        drafted = longer
+    distinct: dict[frozenset[Sequence], float] = collections.defaultdict(float)
+    for sequences, probability in drafted.items():
+        distinct[frozenset(sequences[1:])] += probability
+    return distinct
