@@ -1,6 +1,8 @@
 """Things that are made by name: plans and methods."""
 
+import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -34,7 +36,30 @@ def make(
     if not isinstance(product, kind):
         returns = f"its factory returns {product!r:.40}"
         raise UserError(f"{what} {name!r}: {returns}; return a {kind.__name__}")
+    check_equality(product)
     return product
+
+
+def check_equality(part: Any) -> None:
+    """Raises `UserError` if `part`, or a field of it, is equal to others of other options.
+
+    A class that adds `__init__` or fields to a dataclass, and is not decorated itself, inherits an
+    equality that ignores them, and `jit` would reuse the program of other options.
+    """
+    kinds = inspect.getmro(type(part))
+    if not dataclasses.is_dataclass(part):
+        return
+    for kind in itertools.takewhile(lambda kind: "__eq__" not in vars(kind), kinds):
+        annotations = inspect.get_annotations(kind)
+        adds = ["__init__"] if "__init__" in vars(kind) else []
+        adds += [name for name, of in annotations.items() if "ClassVar" not in str(of)]
+        if adds:
+            raise UserError(
+                f"class {kind.__name__}: adds {', '.join(adds)}, which its equality ignores; "
+                "decorate it with @dataclasses.dataclass(frozen=True)"
+            )
+    for field in dataclasses.fields(part):
+        check_equality(getattr(part, field.name))
 
 
 def check_free(kind: type, factories: Mapping[str, Any], name: str) -> None:
