@@ -27,7 +27,11 @@ def make(
     for option in options:
         if option not in known and not passes_on:
             names = ", ".join(known) or "none"
-            raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}")
+            others = [
+                each for each, of in factories.items() if option in inspect.signature(of).parameters
+            ]
+            hint = f"; {', '.join(others)} have {option!r}" if others else ""
+            raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}{hint}")
     for option, parameter in known.items():
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not is_variadic and option not in options:
