@@ -52,7 +52,7 @@ def main():
 def _ours(out: pathlib.Path) -> list[pathlib.Path]:
     from spectr_jax.loading.by_name import BEST, load_run
     from spectr_jax.models.formats.runs import TOKENIZER, open_run
-    from spectr_jax.models.formats.weights import STORED, save_weights
+    from spectr_jax.models.formats.weights import STORED, read_notes, save_weights
     from spectr_jax.training.metrics import read_metrics
     from spectr_jax.utils.errors import UserError, unknown
     from spectr_jax.utils.files import expanded_with_name, write_whole
@@ -62,11 +62,23 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
         raise unknown("--dtype", dtype, STORED)
     best = _MODEL.value.endswith(BEST)
     workdir = expanded_with_name(_MODEL.value.removesuffix(BEST))
+    if not workdir.is_dir():
+        raise UserError(
+            f"--model={_MODEL.value}: is not the workdir of a training run, and only these can be "
+            "exported; fix the path, or give --format=llama"
+        )
     trained, run = load_run(workdir, best=best), open_run(workdir)
     tokenizer, proto = out / TOKENIZER, None if run.student else (workdir / TOKENIZER).read_bytes()
     if proto and tokenizer.exists() and tokenizer.read_bytes() != proto:
         raise UserError(
             f"{str(tokenizer)!r} is not the tokenizer of {str(workdir)!r}; choose another --out"
+        )
+    checkpoint = "best" if best else "newest"
+    stored = read_notes(out / trained.name).get("checkpoint", checkpoint)
+    if stored != checkpoint:
+        raise UserError(
+            f"--out={_OUT.value}: has the {stored} checkpoint as {trained.name!r}, and --model "
+            f"names the {checkpoint} one; choose another folder"
         )
     records = read_metrics(workdir / "metrics.jsonl")
     evaluated = [record for record in records if run.metric in record]
@@ -74,6 +86,7 @@ def _ours(out: pathlib.Path) -> list[pathlib.Path]:
         evaluated = [min(evaluated, key=lambda record: record[run.metric])]
     notes = {
         "run": run.config,
+        "checkpoint": checkpoint,
         "tokens": sum(record.get("tokens", 0) for record in records),
         "evaluation": evaluated[-1] if evaluated else None,
     }

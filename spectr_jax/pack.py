@@ -5,6 +5,8 @@
 Then train with --config.data.train=packed:packed. After a stop the same command resumes.
 """
 
+import sys
+
 from absl import flags
 
 from spectr_jax.utils import cli
@@ -72,6 +74,9 @@ def main():
     index = packing.pack(sentences, tokenizer, out, _LENGTH.value, _COMPRESS.value, _WORKERS.value)
     rows = sum(index["rows"].values())
     filled = index["tokens"] / (rows * index["length"])
+    if index["tokens"] < index["length"]:
+        problem = f"all {index['tokens']:,} tokens fit in one row; give a smaller length"
+        print(f"--length={index['length']}: {problem}", file=sys.stderr)
     already = "is packed already: " if finished else ""
     print(f"{already}{index['tokens']:,} tokens in {rows:,} rows, {filled:.0%} filled: {out}")
 

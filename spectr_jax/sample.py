@@ -150,6 +150,8 @@ def main():
     policy = own = Policy(temperature, _TOP_K.value, _TOP_P.value, min_p=_MIN_P.value)
     if _DRAFT_TEMPERATURE.value is not None:
         own = dataclasses.replace(policy, temperature=_DRAFT_TEMPERATURE.value)
+    if "" in _STOP.value:
+        raise UserError("--stop is empty; give a string, or leave it out")
     check_policy(policy)
     check_policy(own, owner="draft_")
     dtype = _DTYPE.value or ("int8" if _TARGET.value in (*PUBLISHED, SMOLLM2) else None)

@@ -112,11 +112,22 @@ def test_custom_tokenizers_refuse_prompts_that_are_not_strings():
     class Unchecked(AnyTokenizer):
         bos = 1
 
+        def __init__(self):
+            self.vocab_size = 60
+
         def prompt(self, text):
             return [1, *text]
 
+        encode = decode = prompt
+
+    with pytest.raises(TypeError, match=r"abstract .*piece"):
+        Unchecked()
+
+    class Whole(Unchecked):
+        piece = Unchecked.prompt
+
     with pytest.raises(UserError, match="must be a string"):
-        Unchecked().prompts([[2, 3]])
+        Whole().prompts([[2, 3]])
 
 
 def test_tokenizers_refuse_invalid_text_tokens_and_lengths(toy):

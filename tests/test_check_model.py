@@ -10,8 +10,10 @@ from flax import nnx
 
 from spectr_jax import check_model, generate, get_method
 from spectr_jax.models.cache import Cache
+from spectr_jax.models.llama import Llama, LlamaConfig
 from spectr_jax.models.table import TableModel, random_table
 from spectr_jax.models.transformer import Transformer, TransformerConfig
+from spectr_jax.testing.models import TOKENS
 from spectr_jax.utils.errors import UserError
 
 SHAPE = TransformerConfig(layers=1, width=16, mlp=32, heads=2, vocab_size=11, context=12)
@@ -113,6 +115,41 @@ class NoCache(Transformer):
         return None
 
 
+class HiddenOfBlocks(Transformer):
+    """Shows what its last block returns, before the last norm."""
+
+    def _shown(self, x):
+        return x
+
+    def extend(self, *args, **rest):
+        hidden, cache = self.hidden(*args, **rest)
+        return self.logits_of(self.norm(hidden)), cache
+
+
+class HiddenWithoutCache(Transformer):
+    """Ignores pending tokens, as long as drafts ask for its hidden states."""
+
+    def extend(self, *args, **rest):
+        hidden, cache = super().hidden(*args, **rest)
+        return self.logits_of(hidden), cache
+
+    def hidden(self, tokens, positions, visible, cache=None, pending=0, **rest):
+        return super().hidden(tokens, positions, visible[:, :, pending:], cache, 0, **rest)
+
+
+class AlsoAlone(Transformer):
+    """Returns the outputs of lower layers without the last hidden state."""
+
+    def hidden(self, *args, also=(), **rest):
+        hidden, cache = super().hidden(*args, also=also, **rest)
+        return hidden[..., -self.features_shown :], cache
+
+
+class NoAlso(Transformer):
+    def hidden(self, tokens, positions, visible, cache=None, pending=0, *, layers=None):
+        return super().hidden(tokens, positions, visible, cache, pending, layers=layers)
+
+
 WHERE = r": logits differ by \d\.\d+(e-\d+)? at new token \d+ of row \d"
 CACHE = "a sequence fed in pieces through the cache .*"
 APART = "two sequences in one row see each other"
@@ -130,6 +167,10 @@ WRONG = {
     LosesCache: "`extend` returns NoneType in place of a `Cache`",
     NoCache: "`init_cache` returns NoneType, not a `Cache`",
     Bfloat16Logits: r"logits are bfloat16\[4, 6, 11\], not float32\[4, 6, 11\]",
+    HiddenOfBlocks: r"hidden\(\.\.\., also=\(\)\): `logits_of` these .* `extend`" + WHERE,
+    HiddenWithoutCache: r"hidden\(\.\.\., also=\(\)\): a level after pending tokens .*" + WHERE,
+    AlsoAlone: r"hidden states are float32\[4, 12, 16\], not float32\[4, 12, 32\]",
+    NoAlso: r"hidden does not take \(tokens, positions, visible, cache, pending, also=\)",
 }
 
 
@@ -216,6 +257,40 @@ class NoCapacity(Transformer):
 def test_check_model_reports_missing_arguments(kind, name):
     with pytest.raises(AssertionError, match=f"model {kind.__name__}: {name} does not take \\("):
         check_model(kind(SHAPE, rngs=nnx.Rngs(0)))
+
+
+class ForgetsFeatures(Llama):
+    """Moves the features by one token."""
+
+    def hidden(self, *args, features_BxNxE, **rest):
+        return super().hidden(*args, features_BxNxE=jnp.roll(features_BxNxE, 1, 1), **rest)
+
+
+def test_drafts_that_see_features_are_checked_with_features():
+    heads = {"heads": 2, "kv_heads": 2, "head_width": 8, "features": 16, "feature_layers": (1,)}
+    shape = LlamaConfig(layers=1, width=16, mlp=32, vocab_size=11, context=12, **heads)
+    check_model(Llama(shape, rngs=nnx.Rngs(0)))
+    with pytest.raises(AssertionError, match="model ForgetsFeatures: .*" + WHERE):
+        check_model(ForgetsFeatures(shape, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="layers=1: must be None for a draft that sees features"):
+        check_model(Llama(shape, rngs=nnx.Rngs(0)), layers=1)
+
+
+def test_the_tolerance_grows_with_the_logits():
+    """Rounding errors of float32 do, too."""
+
+    class Loud(Transformer):
+        def extend(self, *args, **rest):
+            hidden, cache = self.hidden(*args, **rest)
+            error = jnp.where(args[0].shape[1] == TOKENS, 0, 2e-4)
+            return self.logits_of(hidden) + error, cache
+
+        def logits_of(self, hidden):
+            return 100 * super().logits_of(hidden)
+
+    check_model(Loud(SHAPE, rngs=nnx.Rngs(0)))
+    with pytest.raises(AssertionError, match="model Loud: .*" + WHERE):
+        check_model(Loud(SHAPE, rngs=nnx.Rngs(0)), tolerance=1e-7)
 
 
 def test_impossible_tokens_pass_and_short_contexts_are_refused():

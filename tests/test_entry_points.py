@@ -85,7 +85,8 @@ CASES = {  # For each program, bad flags and a part of the message.
         "--config.seed=-1": "seed=-1: must be at least 0",
         "--config.kind=students": "unknown kind 'students'; did you mean 'student'?",
         "--config=configs/embedded.py:draft_7m": "unknown model of this ladder 'draft_7m'; did",
-        "--config=configs/none.py": "the config file fails: OSError: [Errno 2] No such",
+        "--config=configs/smal.py:target": "no file 'configs/smal.py'; did you mean 'configs/small",
+        "--config.step=5": "unknown config field 'step'; did you mean 'steps'? config.py of",
         "--config=configs/demo.py": "--config: is an evaluation; give one such as",
         "--config=README.md": "the config file fails: SyntaxError",
         "--config=spectr_jax/utils/errors.py": "the config file fails: AttributeError: module",
@@ -115,6 +116,7 @@ CASES = {  # For each program, bad flags and a part of the message.
         f"--config.target={PART}": "did you mean 'spectr_jax/embedded/target_97m'?",
         f"{TREES} --config.extra_trees=('4,0',)": "tree='4,0': k_2=0",
         "--import=json,no_such.module": "--import=no_such.module fails (ModuleNotFoundError: No",
+        "--config=configs/auto.py:small": "configs/auto.py has no variants; drop `:small`",
         "--config=configs/demo.py:half": "unknown size of this table 'half'; known: full, small",
         f"{FIGURES} --config.only=('figure_4',)": "unknown figure 'figure_4'",
         f"{FIGURES} --config.pairs=many": "flag --config.pairs=many",
@@ -129,6 +131,7 @@ CASES = {  # For each program, bad flags and a part of the message.
         "--data=packed:x": "'packed:x' is packed for training, and text is needed here",
         "--data=spectr_jax/embedded/draft_2m.safetensors": "is not UTF-8 text",
         "--vocab_size=100000": "no vocabulary of 100000 pieces can be trained",
+        "--vocab_size=3": "; give a larger vocabulary",
         "--vocab_size=0": "flag --vocab_size=0: 0 is not a positive integer",
         "--tokenizer=README.md": "'README.md' is not a SentencePiece model",
         "--length=1": "flag --length=1: 1 is not integer >= 2",
@@ -157,7 +160,8 @@ CASES = {  # For each program, bad flags and a part of the message.
         "--out=gs://bucket/a": "'gs://bucket/a' is a URL",
         "--out=file:/tmp/a": "'file:/tmp/a' is a URL",
         "--model=gs://bucket/a": "'gs://bucket/a' is a URL",
-        "--model=/nowhere@best": "'/nowhere' is not the workdir of a training run",
+        "--model=/nowhere@best": "--model=/nowhere@best: is not the workdir of a training run",
+        "--model=mine:large": "and only these can be exported; fix the path",
         "--format=onnx": "flag --format=onnx: value should be one of <spectr_jax|llama>",
         "--format=llama --dtype=int8": "--dtype=int8: does not apply to --format=llama",
         "--format=llama --part_mb=3": "--part_mb=3.0: does not apply to --format=llama",
@@ -179,7 +183,9 @@ CASES = {  # For each program, bad flags and a part of the message.
         "--target=gguf:README.md": "'README.md' is not a GGUF file that can be read",
         "--target=gguf:x --method=spectr": "method 'spectr' needs a draft model with the",
         "--method=spectre": "unknown method 'spectre'; did you mean 'spectr'?",
-        "--method=block --num_drafts=4": "method 'block' has no option 'num_drafts'; it has",
+        "--method=block --num_drafts=4": "it has draft_length; spectr, naive, recursive, spectr+, ",
+        "--stop=": "--stop is empty; give a string, or leave it out",
+        "--target=mine:large": "smollm2; or --import the module that registers 'mine'",
         "--tree=4,2 --num_drafts=4": "--tree=4,2 and --num_drafts=4 are both given; give one of",
         "--layers=2": "--layers=2: applies to --method=self_speculative only; give both, or",
         "--chat --prompt=": "--prompt is empty: nothing to answer; give --chat a message",
@@ -328,6 +334,14 @@ def test_missing_flags_prompts_and_files_are_reported(run):
     check_one_line(
         run(TRAIN, "--confg=x"),
         "Unknown command line flag 'confg'. Did you mean: config ?; see --help",
+    )
+
+
+def test_rows_that_are_longer_than_the_text_are_reported(run, tmp_path):
+    data = "--data=spectr_jax/embedded/prompts.txt", "--vocab_size=400", "--workers=1"
+    ended = run(PACK, *data, "--length=99999", f"--out={tmp_path}/packed")
+    assert ended.status == 0 and re.search(
+        r"--length=99999: all [\d,]+ tokens fit in one row; give a smaller", ended.stderr
     )
 
 

@@ -13,6 +13,7 @@ from spectr_jax import decoding, testing, transport
 from spectr_jax.decoding import tree as trees
 from spectr_jax.decoding.verifiers import TokenByToken
 from spectr_jax.testing import methods as checks
+from spectr_jax.utils import registry
 from spectr_jax.utils.errors import UserError
 
 pytestmark = [pytest.mark.xdist_group("testing"), pytest.mark.optimized]  # They share programs.
@@ -66,7 +67,15 @@ WRONG = {
     ),
     "pmf returns a number": (
         ("return self.w * coupled + (1 - self.w) * q\n", "return 0\n"),
-        r"`pmf` returns an array of shape \[\], not \[\d\]",
+        r"`pmf` returns an array of int64 of shape \[\], not float64 of \[\d\]",
+    ),
+    "pmf returns float32": (
+        ("return self.w * coupled + (1 - self.w) * q\n", "return np.float32(q)\n"),
+        r"`pmf` returns an array of float32 of shape \[\d\], not float64 of \[\d\]",
+    ),
+    "select returns floats": (
+        ("draw(token_key, rest)", "1.0 * draw(token_key, rest)"),
+        "`select` returns a token of float32, not int32",
     ),
     "a matrix product in default precision": (
         ("jnp.maximum(q - p, 0), q), q)", "jnp.maximum(q - p, 0), q), jnp.eye(len(q)) @ q)"),
@@ -172,6 +181,44 @@ def test_checks_of_outputs_rows_and_counters_report_each_error(monkeypatch, chec
     )
     with pytest.raises(AssertionError, match=f"method 'baseline': {message}"):
         check(decoding.get_method("baseline"))
+
+
+@pytest.mark.parametrize("generations", [0, 1_000, 6_000])
+def test_check_outputs_refuses_fewer_sequences_than_a_batch(generations):
+    with pytest.raises(UserError, match=f"generations={generations}: must be a positive multiple"):
+        testing.check_outputs(decoding.get_method("baseline"), generations=generations)
+
+
+def test_classes_whose_equality_ignores_their_options_are_refused():
+    class Lost(type(_lazy())):
+        def __init__(self, half):
+            super().__init__(w=half / 2)
+
+    class Kept(Lost):
+        __eq__, __hash__ = object.__eq__, object.__hash__
+
+    class Late(TokenByToken):
+        offset: int = 1
+
+    class Changed(transport.rules.IndependentDrafts):
+        seed: int = 0
+
+    class OfRule(type(transport.get("naive"))):
+        rule = Changed()
+
+    message = "class {}: adds {}, which its equality ignores; decorate it with @dataclasses.data"
+    naive = transport.get("naive")
+    transport.register("lost", Lost)
+    for make, kind, adds in (
+        (lambda: transport.get("lost", half=1), "Lost", "__init__"),
+        (lambda: testing.check_plan(Lost(1)), "Lost", "__init__"),
+        (lambda: decoding.Method("", trees.none(), TokenByToken(Lost(1))), "Lost", "__init__"),
+        (lambda: decoding.Method("", trees.none(), Late(naive)), "Late", "offset"),
+        (lambda: decoding.Method("", trees.none(), TokenByToken(OfRule())), "Changed", "seed"),
+    ):
+        with pytest.raises(UserError, match=message.format(kind, adds)):
+            make()
+    registry.check_equality(Kept(1))
 
 
 def test_check_compilations_reports_a_method_that_recompiles():

@@ -71,11 +71,11 @@ class HuggingFaceTokenizer(AnyTokenizer):
         self._names = {name: token for name, token in known.items() if token is not None}
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]
         return self._tokenizer.get_vocab_size()
 
     @functools.cached_property
-    def vocabulary(self) -> str:
+    def vocabulary(self) -> str:  # type: ignore[override]
         return vocabulary_digest(self.tokens)
 
     @property

@@ -1,6 +1,7 @@
 """The protocol of tokenizers, and ours: SentencePiece unigrams, which encode every text because rare
 characters fall back to bytes. `hugging_face.py` has the tokenizers of other models."""
 
+import abc
 import functools
 import io
 import os
@@ -25,22 +26,18 @@ class AnyTokenizer(Protocol):
     """A tokenizer as decoding needs it. Inherit from it to get the methods that have a body.
 
     Attributes:
+      vocab_size: number of tokens.
+      vocabulary: digest of the tokens in order, equal for models that share a vocabulary.
       bos: the token that begins a sequence.
       eos: the token, or tokens, that end a sequence.
       template: the Jinja chat template of an instructed model.
     """
 
+    vocab_size: int
+    vocabulary: str
     bos: int
     eos: int | tuple[int, ...]
     template: str | None = None
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def vocabulary(self) -> str:
-        """Digest of the tokens in order, equal for models that share a vocabulary."""
-        ...
 
     @property
     def tokens(self) -> list[str] | None:
@@ -58,14 +55,17 @@ class AnyTokenizer(Protocol):
             "the tokenizer does not say what its tokens spell; give stop sequences as tokens"
         )
 
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without BOS and EOS."""
         ...
 
+    @abc.abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`, without BOS, EOS and -1."""
         ...
 
+    @abc.abstractmethod
     def piece(self, token: int) -> str:
         """Returns one token as text, with its leading space, or the name of a control token or
         partial character."""
@@ -213,7 +213,7 @@ def train_tokenizer(sentences: Iterable[str], path: pathlib.Path, vocab_size: in
         if refused:
             raise refused[0] from error
         reason = str(error).strip().splitlines()[-1]
-        small = "smaller than required_chars" in reason
+        small = "smaller than required_chars" in reason or vocab_size <= UNK + 256
         remedy = "a larger vocabulary" if small else "more text or a smaller vocabulary"
         raise UserError(
             f"no vocabulary of {vocab_size} pieces can be trained ({reason}); give {remedy} "
@@ -246,13 +246,10 @@ class Tokenizer(AnyTokenizer):
             raise UserError(
                 f"{str(path)!r} has pad, bos, eos = {specials}, not {(PAD, BOS, EOS)}; retrain it"
             )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._processor.vocab_size()
+        self.vocab_size = self._processor.vocab_size()
 
     @functools.cached_property
-    def vocabulary(self) -> str:
+    def vocabulary(self) -> str:  # type: ignore[override]
         return vocabulary_digest(self.tokens)
 
     @property

@@ -64,6 +64,8 @@ class Method:
             if not isinstance(value, kind):
                 wrong = f"the {part} is a {type(value).__name__}; give one, like {example}"
                 raise UserError(f"{owner}: {wrong}")
+            registry.check_equality(value)
+        registry.check_equality(self.verifier.rule)
         try:
             self.verifier.check(self.tree)
         except UserError as error:

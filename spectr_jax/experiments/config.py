@@ -124,8 +124,9 @@ def auto_config() -> ml_collections.ConfigDict:
         draft="2m",
         # Compared with the baseline; names and trees.
         candidates=(
-            *("block chain:1", "block chain:2", "block chain:3", "block chain:4", "block chain:8"),
-            *("otm_block 2,1", "otm_block 2,1,1", "otm_block 4x4"),
+            *("speculative chain:2", "speculative chain:4"),
+            *("block chain:1", "block chain:2", "block chain:3", "block chain:4"),
+            *("otm_block 2,1", "otm_block 2,1,1"),
             *("otm_layer 2,1", "otm_layer 2,1,1", "otm_layer 4x4", "spectr 4x4"),
         ),
     )

@@ -135,6 +135,10 @@ def _quantizing(loader: Loader) -> Loader:
         trained = loader(name, "float32" if dtype == "int8" else dtype)
         if not isinstance(trained, Trained):
             raise UserError(f"{name!r}: its loader returns {trained!r:.40}; return a Trained")
+        for part in ("bos", "eos", "vocab_size", "vocabulary"):
+            if trained.tokenizer is not None and not hasattr(trained.tokenizer, part):
+                kind = type(trained.tokenizer).__name__
+                raise UserError(f"{name!r}: its tokenizer, a {kind}, has no {part}; set it")
         if dtype != "int8" or isinstance(trained.model, Bigram):  # It has no products.
             return trained
         return trained._replace(model=quantize(trained.model))
@@ -225,9 +229,11 @@ def _no_model(spec: str) -> UserError:
         meant += difflib.get_close_matches(spec, (SMOLLM2, *PUBLISHED), n=1)
     hint = f"did you mean {meant[0]!r}? " if meant else ""
     kinds = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
+    prefix, colon, _ = spec.partition(":")
+    own = f"; or --import the module that registers {prefix!r}" if colon else ""
     return UserError(
         f"no model at {spec!r}; {hint}give {kinds}, a .safetensors file, a run's workdir, or one "
-        f"of {', '.join((*PUBLISHED, SMOLLM2))}"
+        f"of {', '.join((*PUBLISHED, SMOLLM2))}{own}"
     )
 
 

@@ -62,7 +62,10 @@ class FunctionalModel:
         for name in FUNCTIONS + OF_FEATURES if of_features else FUNCTIONS:
             _check_function(name, getattr(self, name))
         if of_features and not (self.features_shown or self.features_seen):
-            raise UserError("features_shown=0: must be the width of what hidden_fn returns; set it")
+            raise UserError(
+                "features_shown=0, features_seen=0: one must be the width of a hidden state; set "
+                "features_shown of a target, or features_seen of a draft"
+            )
 
     # Partial functions rather than methods, so that `check_model` sees the functions' signatures.
     @property

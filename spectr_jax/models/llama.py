@@ -124,7 +124,8 @@ class LlamaConfig:
             raise UserError("tied=True: must be False with embed_rank or head_tokens")
         if self.head_tokens > self.vocab_size:
             raise UserError(
-                f"head_tokens={self.head_tokens}: must be at most vocab_size={self.vocab_size}"
+                f"head_tokens={self.head_tokens}: must be at most vocab_size={self.vocab_size}; "
+                "lower model.head_tokens, or give 0 for all tokens"
             )
         if self.features not in (0, self.width):
             raise UserError(

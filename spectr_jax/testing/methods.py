@@ -65,17 +65,21 @@ def check_outputs(
       method: to check.
       policy: of the target; it has `eos`.
       least: p-values below this fail.
-      generations: number of outputs to decode, a multiple of 12,000; None for 200,000.
+      generations: number of outputs to decode, a multiple of 4,000; None for 200,000.
 
     Raises:
       AssertionError: the outputs do not follow the distribution.
+      UserError: `generations` is not a positive multiple of 4,000.
     """
+    generations = GENERATIONS if generations is None else generations
+    if generations < BATCH or generations % BATCH:
+        wanted = f"must be a positive multiple of {BATCH:,}; give {3 * BATCH:,} or more"
+        raise UserError(f"generations={generations}: {wanted}")
     eos = int(policy.eos)  # type: ignore[arg-type]
     pmf = exact_pmf(_shaped(TARGET, policy), PROMPT, LENGTH, eos)
     prompts = np.tile(np.pad(PROMPT, (0, BUCKET - len(PROMPT))), (BATCH, 1))
     lengths, digits = np.full(BATCH, len(PROMPT)), VOCAB ** np.arange(LENGTH)
     counts = np.zeros((LENGTH + 1, VOCAB**LENGTH), int)  # By number of new tokens, and by tokens.
-    generations = generations or GENERATIONS
     for chunk in range(generations // BATCH):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(11), chunk), BATCH)
         own = policy.temperature * (1, 2, 0)[chunk % 3]

@@ -31,13 +31,15 @@ def check_model(
 
     Logits must depend only on visible tokens and their positions, not on hidden tokens or other
     rows. A sequence fed in pieces through the cache, and the branches of a tree scored in one call,
-    must have the logits of separate calls.
+    must have the logits of separate calls. A target that shows features (`ShowsFeatures`) must also
+    have them through `hidden` and `logits_of`; a draft that sees features runs on arbitrary ones.
 
     Args:
       model: as for `generate`, with a context of at least `TOKENS`.
       layers: also checks the model of the first `layers` layers, for self-speculation, and that the
         whole model continues correctly after it. None checks only the whole model.
-      tolerance: largest allowed difference of logits. bfloat16 and int8 need a larger one.
+      tolerance: largest allowed difference of logits, times the largest logit if that exceeds 1.
+        bfloat16 and int8 need a larger one.
 
     Raises:
       AssertionError: the model is wrong; the message says where.
@@ -45,6 +47,8 @@ def check_model(
     """
     frozen = freeze(model)
     if layers is not None:
+        if frozen.features_seen:
+            raise UserError(f"layers={layers!r}: must be None for a draft that sees features")
         most = max(frozen.merge().layers, 2) - 1
         if not isinstance(layers, numbers.Integral) or not 1 <= layers <= most:
             raise UserError(f"layers={layers!r}: must be None or an integer in 1..{most}")
@@ -52,22 +56,28 @@ def check_model(
         raise UserError(f"tolerance={tolerance!r}: must be at least 0; give one such as 1e-4")
     if frozen.context < TOKENS:
         raise UserError(f"context={frozen.context}: is too short; give at least {TOKENS}")
-    _check_calls(frozen.merge())
+    _check_calls(frozen)
+    model = _Checked(frozen, layers, tolerance)
     for check in (_check_shapes, _check_batch, _check_mask, _check_cache, _check_tree, _check_exit):
-        check(_Checked(frozen, layers, tolerance))
+        check(model)
+    if frozen.features_shown and not frozen.features_seen:
+        _check_features(model)
 
 
 class _Checked:
-    """A model that takes and returns NumPy arrays."""
+    """A model that takes and returns NumPy arrays.
 
-    def __init__(self, frozen: Frozen, layers: int | None, tolerance: float):
-        self.frozen, self.layers, self.tolerance = frozen, layers, tolerance
+    Logits are those of `extend`; with `also`, of `hidden(..., also=also)` and `logits_of`.
+    """
+
+    def __init__(self, frozen: Frozen, layers: int | None, tolerance: float, also=None):
+        self.frozen, self.layers, self.tolerance, self.also = frozen, layers, tolerance, also
         self.tokens = np.random.default_rng(0).integers(0, frozen.vocab_size, (BATCH, TOKENS))
 
     def extend(self, tokens, positions, visible, cache=None, pending=0) -> tuple[np.ndarray, Any]:
         """Returns logits [B, N, V] and the cache."""
         arrays = jnp.int32(tokens), jnp.int32(positions), jnp.asarray(visible, bool)
-        result = _extend(pending, self.layers, self.frozen, *arrays, cache)
+        result = _extend(pending, self.layers, self.also, self.frozen, *arrays, cache)
         if not isinstance(result, tuple) or len(result) != 2:
             self.fail(f"`extend` returns {type(result).__name__}, not (logits, cache)")
         if cache is not None and not isinstance(result[1], Cache):
@@ -88,28 +98,58 @@ class _Checked:
 
     def same(self, logits: np.ndarray, expected: np.ndarray, message: str) -> None:
         """Raises `message` unless logits [B, N, V] equal the expected ones."""
+        largest = np.abs(expected).max(initial=1, where=np.isfinite(expected))
         with np.errstate(invalid="ignore"):
             off = np.where(logits == expected, 0, np.abs(logits - expected)).max(-1)
-        if not off.max() <= self.tolerance:
+        if not off.max() <= self.tolerance * largest:
             row, token = np.unravel_index(off.argmax(), off.shape)
             where = f"new token {token} of row {row}"
             self.fail(f"{message}: logits differ by {off.max():.3g} at {where}")
 
     def fail(self, message: str) -> NoReturn:
-        raise AssertionError(f"model {type(self.frozen.merge()).__name__}: {message}")
+        call = "" if self.also is None else f"hidden(..., also={self.also}): "
+        raise AssertionError(f"model {type(self.frozen.merge()).__name__}: {call}{message}")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _extend(pending: int, layers: int | None, frozen: Frozen, tokens, positions, visible, cache):
-    return frozen.merge().extend(tokens, positions, visible, cache, pending, layers=layers)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _extend(pending: int, layers, also, frozen: Frozen, tokens, positions, visible, cache):
+    model, arguments = frozen.merge(), (tokens, positions, visible, cache, pending)
+    if frozen.features_seen:
+        features = _features(frozen, tokens, positions)
+        hidden, cache = model.hidden(*arguments, features_BxNxE=features)
+    elif also is not None:
+        hidden, cache = model.hidden(*arguments, **({"also": also} if also else {}))
+        shape = (*tokens.shape, (1 + len(also)) * frozen.features_shown)
+        if hidden.shape != shape or hidden.dtype != jnp.float32:
+            found = f"{hidden.dtype}{list(hidden.shape)}, not float32{list(shape)}"
+            raise AssertionError(f"model {type(model).__name__}: hidden states are {found}")
+        hidden = hidden[..., : frozen.features_shown]
+    else:
+        return model.extend(*arguments, layers=layers)
+    return model.logits_of(hidden), cache
 
 
-def _check_calls(model: Any) -> None:
-    """`init_cache` and `extend` take the arguments of the protocol."""
-    cache, five = ("batch", "capacity"), ("tokens", "positions", "visible", "cache", "pending")
-    for name, given, named in (("init_cache", cache, {}), ("extend", five, {"layers": None})):
+def _features(frozen: Frozen, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns features [B, N, F] of a target that depend only on the token and its position."""
+    channels = jnp.arange((1 + len(frozen.feature_layers)) * frozen.features_seen)
+    features = jnp.cos(0.7 * tokens[..., None] + 0.3 * positions[..., None] + channels)
+    return jnp.where(positions[..., None] == 0, 0, features)
+
+
+def _check_calls(frozen: Frozen) -> None:
+    """Each function takes the arguments of the protocol."""
+    model, five = frozen.merge(), ("tokens", "positions", "visible", "cache", "pending")
+    calls: list[tuple] = [
+        ("init_cache", ("batch", "capacity"), {}),
+        ("extend", five, {"layers": None}),
+    ]
+    if frozen.features_seen or frozen.features_shown:
+        option = {"features_BxNxE": None} if frozen.features_seen else {"also": ()}
+        calls += [("hidden", five, option), ("logits_of", ("hidden",), {})]
+    for name, given, named in calls:
+        function: Any = getattr(model, name, None)
         try:
-            inspect.signature(getattr(model, name)).bind(*given, **named)
+            inspect.signature(function).bind(*given, **named)
         except TypeError as error:
             wanted = ", ".join((*given, *(f"{option}=" for option in named)))
             raise AssertionError(
@@ -223,6 +263,16 @@ def _check_exit(model: _Checked) -> None:
     expected = np.take_along_axis(whole.whole(model.tokens), AT[:, :1, None], 1)
     message = f"after a call with layers={model.layers} the whole model differs"
     whole.same(logits, expected, message + "; keep the cache rows of the other layers")
+
+
+def _check_features(model: _Checked) -> None:
+    """The hidden states of a target have the logits of `extend`, whatever `also` is."""
+    plain = _Checked(model.frozen, None, model.tolerance).whole(model.tokens)
+    for also in ((), (1,)):
+        shown = _Checked(model.frozen, None, model.tolerance, also)
+        message = "`logits_of` these hidden states differs from `extend`"
+        shown.same(shown.whole(model.tokens), plain, message)
+        _check_tree(shown)
 
 
 def _causal(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import numpy as np
 from spectr_jax.testing import chi_square
 from spectr_jax.transport.base import Choice, Plan
 from spectr_jax.transport.types import ExactProbs
+from spectr_jax.utils import registry
 from spectr_jax.utils.errors import UserError
 
 TOLERANCE = 1e-9
@@ -55,6 +56,7 @@ def check_plan(plan: Plan) -> None:
     """
     if not isinstance(plan, Plan):
         raise UserError(f"plan={plan!r}: is not a Plan; give one, such as transport.get('kseq')")
+    registry.check_equality(plan)
     for p, q in DISTRIBUTIONS.values():
         for k in DRAFTS:
             check_emitted_pmf(plan, p, q, k)
@@ -74,9 +76,10 @@ def check_emitted_pmf(plan: Plan, p, q, k: int) -> None:
     p, q = np.asarray(p, float), np.asarray(q, float)
     where = f"for p = {_text(p)}, q = {_text(q)} and k = {k}"
     drafts, _ = next(plan.rule.sequences(p, k))
-    shape = np.shape(plan.pmf(p, q, drafts))
-    if shape != q.shape:
-        _fail(plan, f"`pmf` returns an array of shape {list(shape)}, not {list(q.shape)}")
+    pmf = np.asarray(plan.pmf(p, q, drafts))
+    if pmf.shape != q.shape or pmf.dtype != np.float64:
+        found = f"{pmf.dtype} of shape {list(pmf.shape)}"
+        _fail(plan, f"`pmf` returns an array of {found}, not float64 of {list(q.shape)}")
     emitted, accepted = emitted_pmf(plan, p, q, k)
     off = np.abs(emitted - q)
     if not off.max() <= TOLERANCE:
@@ -123,6 +126,8 @@ def check_select(plan: Plan, p, q, least: float = chi_square.LEAST) -> None:
     if plan.rule.shares_key:
         of_keys, usable = _drawn(plan, keys, p, padded, valid)
     choices = jax.tree.map(np.asarray, _choose(plan, keys, *pmfs, of_keys, valid))
+    if not np.issubdtype(choices.token.dtype, np.integer):
+        _fail(plan, f"`select` returns a token of {choices.token.dtype}, not int32")
     for live, drafts in enumerate(drawn):
         tokens, accepted = (rows[live][usable[live]] for rows in choices)
         where = f"for p = {_text(p)}, q = {_text(q)} and {len(drafts)} valid drafts {drafts}"

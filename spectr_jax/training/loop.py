@@ -95,9 +95,13 @@ def explained(workdir: pathlib.Path) -> Iterator[None]:
     except OSError as error:
         if not (error.errno in FULL or workdir in pathlib.Path(str(error.filename or "")).parents):
             raise
+        full = error.errno in FULL
+        what, remedy = (
+            ("written", "make room") if full else ("used", "restore it, or its permissions")
+        )
         raise UserError(
-            f"{str(error.filename or workdir)!r} cannot be written ({error.strerror or error}); make room, and give "
-            "the same command again: it resumes from the newest checkpoint"
+            f"{str(error.filename or workdir)!r} cannot be {what} ({error.strerror or error}); "
+            f"{remedy}, and give the same command again: it resumes from the newest checkpoint"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         reason = first_line(error)

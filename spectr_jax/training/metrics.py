@@ -20,8 +20,8 @@ SECONDS_BETWEEN_PLOTS = 10
 
 
 class Curves(NamedTuple):
-    """Two metrics to plot and their label. Of students, the training alpha_1 is over all tokens, the
-    held-out one over those after which a draft is requested."""
+    """Two metrics to plot and their label. Of students, the training alpha_1 is over all tokens,
+    the held-out one over those after which a draft is requested."""
 
     training: str
     heldout: str
@@ -144,14 +144,16 @@ class Window:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, without a last line that a crash truncated; none if
-    there is no file."""
+    """Returns the records of a metrics.jsonl, without a last line that a crash truncated and lines
+    that have no step; none if there is no file."""
     records = []
     for line in lines_of(read_text(path)) if path.exists() else ():
         try:
-            records.append(parse_json(line))
+            record = parse_json(line)
         except ValueError:
             break
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 

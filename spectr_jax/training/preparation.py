@@ -28,8 +28,8 @@ from spectr_jax.utils.files import digest, exclusive, expanded, read_json, write
 
 INPUTS = "inputs.json"
 """File with digests of the data that a run reads."""
-# Fields that may change between two starts of a run. Any other change makes it another run. Paths of
-# data may change too, because the digests in INPUTS decide; older runs have none.
+# Fields that may change between two starts of a run. Any other change makes it another run. Paths
+# of data may change too, because the digests in INPUTS decide; older runs have none.
 FREE_FIELDS = (
     *("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("mesh.fsdp", "accumulate", "remat"),
@@ -237,8 +237,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
 def open_tokenizer(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, corpus: Sentences | PackedRows
 ) -> Tokenizer:
-    """Returns the run's tokenizer: `data.tokenizer`, or the one next to `init`, or the run's own. The
-    workdir keeps a copy.
+    """Returns the run's tokenizer: `data.tokenizer`, or the one next to `init`, or the run's own.
+    The workdir keeps a copy.
 
     If the file is missing, the first process trains a tokenizer on the corpus. A run from `init`
     trains none, because its weights have one.
@@ -330,6 +330,6 @@ def pack_once(folder: pathlib.Path, write: Callable[[], Any]) -> None:
     hosts.wait_for_all(f"{folder.name} is packed")
     if not (folder / INDEX).exists():
         raise UserError(
-            f"{str(folder)!r} is not there, and the first process has packed the text in it; give a "
-            "--workdir that all processes share"
+            f"{str(folder)!r} is not there, and the first process has packed the text in it; give "
+            "a --workdir that all processes share"
         )

@@ -25,8 +25,8 @@ class TrainState:
 
 
 Objective = Callable[[Any, dict[str, jax.Array], jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""(params, batch, key) -> (what is minimised, metrics), as sums over tokens; a metric `loss` is what is
-logged and may lack terms of the first. It consumes the key."""
+"""(params, batch, key) -> (what is minimised, metrics), as sums over tokens; a metric `loss` is
+what is logged and may lack terms of the first. It consumes the key."""
 
 
 def init_state(

@@ -2,10 +2,12 @@
 status 2."""
 
 import contextlib
+import difflib
 import gc
 import importlib
 import os
 import pathlib
+import re
 import signal
 import sys
 import traceback
@@ -147,12 +149,15 @@ def _parse(argv: list[str]) -> list[str]:
     except Exception as error:  # A config file may raise anything.
         # ml_collections quotes the whole traceback of a config file's ValueError.
         reason = str(error).strip().splitlines()[-1].strip(" .")
+        _explain_config(argv, reason, error)
         if isinstance(error, flags.Error):
             reason = reason.removeprefix("spectr_jax.utils.errors.UserError: ")
             raise UserError(f"{reason}; see --help") from error
         if isinstance(error, AttributeError) and isinstance(error.args[0], KeyError):
             where = "config.py of spectr_jax/training, distillation or experiments lists them"
-            raise UserError(f"unknown config field {error.args[0].args[0]}; {where}") from error
+            name, *meant = re.findall(r"['\"](.*?)['\"]", error.args[0].args[0])
+            hint = f"did you mean {meant[0]!r}? " if meant else ""
+            raise UserError(f"unknown config field {name!r}; {hint}{where}") from error
         reason = f"{type(error).__name__}: {reason}"
         raise UserError(
             f"the config file fails: {reason}; fix it (--verbose shows where)"
@@ -162,6 +167,21 @@ def _parse(argv: list[str]) -> list[str]:
             f"unexpected argument {' '.join(left)!r}; give values as --FLAG=VALUE, see --help"
         )
     return left
+
+
+def _explain_config(argv: list[str], reason: str, error: Exception) -> None:
+    """Raises `UserError` if the file that --config names is missing or has no variants."""
+    given = [
+        value for flag, _, value in (each.partition("=") for each in argv) if flag == "--config"
+    ]
+    path, _, variant = given[-1].partition(":") if given else ("", "", "")
+    if variant and "get_config() takes 0 positional arguments" in reason:
+        raise UserError(f"--config: {path} has no variants; drop `:{variant}`") from error
+    if isinstance(error, OSError) and path and not os.path.exists(path):
+        files = map(str, pathlib.Path(path).parent.glob("*.py"))
+        near = difflib.get_close_matches(path, files, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"--config: no file {path!r}; {hint}configs/ has examples") from error
 
 
 def _start(main: Callable[[], None], output: flags.FlagHolder | None) -> None:

@@ -1,6 +1,8 @@
 """Things that are made by name: plans and methods."""
 
+import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +27,11 @@ def make(
     for option in options:
         if option not in known and not passes_on:
             names = ", ".join(known) or "none"
-            raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}")
+            others = [
+                each for each, of in factories.items() if option in inspect.signature(of).parameters
+            ]
+            hint = f"; {', '.join(others)} have {option!r}" if others else ""
+            raise UserError(f"{what} {name!r} has no option {option!r}; it has {names}{hint}")
     for option, parameter in known.items():
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not is_variadic and option not in options:
@@ -34,7 +40,30 @@ def make(
     if not isinstance(product, kind):
         returns = f"its factory returns {product!r:.40}"
         raise UserError(f"{what} {name!r}: {returns}; return a {kind.__name__}")
+    check_equality(product)
     return product
+
+
+def check_equality(part: Any) -> None:
+    """Raises `UserError` if `part`, or a field of it, is equal to others of other options.
+
+    A class that adds `__init__` or fields to a dataclass, and is not decorated itself, inherits an
+    equality that ignores them, and `jit` would reuse the program of other options.
+    """
+    kinds = inspect.getmro(type(part))
+    if not dataclasses.is_dataclass(part):
+        return
+    for kind in itertools.takewhile(lambda kind: "__eq__" not in vars(kind), kinds):
+        annotations = inspect.get_annotations(kind)
+        adds = ["__init__"] if "__init__" in vars(kind) else []
+        adds += [name for name, of in annotations.items() if "ClassVar" not in str(of)]
+        if adds:
+            raise UserError(
+                f"class {kind.__name__}: adds {', '.join(adds)}, which its equality ignores; "
+                "decorate it with @dataclasses.dataclass(frozen=True)"
+            )
+    for field in dataclasses.fields(part):
+        check_equality(getattr(part, field.name))
 
 
 def check_free(kind: type, factories: Mapping[str, Any], name: str) -> None:

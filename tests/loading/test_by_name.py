@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,10 @@ def test_registered_loaders_load_models_by_their_prefix(monkeypatch):
     for dtype in (None, "float32", "int8"):
         with pytest.raises(UserError, match=r"^'x': its loader returns .*; return a Trained"):
             load("wrong:x", dtype)
+    none = types.SimpleNamespace(bos=1, eos=2, vocab_size=283)
+    register_loader("partial", lambda name, dtype: Trained(name, None, none))
+    with pytest.raises(UserError, match=r"'x': its tokenizer, a Simple.*, has no vocabulary; set"):
+        load("partial:x", "float32")
     for prefix, message in (
         ("mine", "prefix='mine': is taken"),
         ("a:b", "prefix='a:b': must be of letters"),

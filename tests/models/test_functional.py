@@ -272,7 +272,7 @@ def _refused():
         (lambda: table_model(hidden_fn=len), "logits_fn=None: must be a function"),
         (
             lambda: table_model(hidden_fn=len, logits_fn=len),
-            "features_shown=0: must be the width of what hidden_fn returns",
+            "features_shown=0, features_seen=0: one must be the width of a hidden state; set fea",
         ),
         (lambda: table_model(layers=0), "model FunctionalModel: needs a positive integer 'layers'"),
         (

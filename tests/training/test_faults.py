@@ -16,6 +16,7 @@ from spectr_jax.models.formats.checkpoint import Checkpoints
 from spectr_jax.training import loop
 from spectr_jax.training.interruption import Interruption
 from spectr_jax.training.loop import train
+from spectr_jax.training.metrics import Curves, MetricsLog
 from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.sharding import make_mesh
 
@@ -140,14 +141,27 @@ def test_hosts_restore_the_same_step(config, tmp_path, monkeypatch):
 
 
 def test_only_errors_of_writing_are_reported_as_such(tmp_path):
-    for error, expected in (
-        (OSError(errno.ENOSPC, "No space left on device"), UserError),
-        (PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "a/b")), UserError),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/nowhere"), FileNotFoundError),
-        (ConnectionError("the coordinator does not answer"), ConnectionError),
+    below = str(tmp_path / "a/b")
+    for error, expected, message in (
+        (OSError(errno.ENOSPC, "No space left on device"), UserError, "written .*; make room, and"),
+        (
+            PermissionError(errno.EACCES, "Denied", below),
+            UserError,
+            "used .Denied.; restore it, or",
+        ),
+        (FileNotFoundError(errno.ENOENT, "None", below), UserError, "used .None.; restore it, or"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/nowhere"), FileNotFoundError, "No such"),
+        (ConnectionError("the coordinator does not answer"), ConnectionError, "the coord"),
     ):
-        with pytest.raises(expected), loop.explained(tmp_path):
+        with pytest.raises(expected, match=message), loop.explained(tmp_path):
             raise error
+
+
+def test_lines_of_metrics_without_a_step_are_dropped_on_resumption(tmp_path):
+    path, good = tmp_path / "metrics.jsonl", '{"step": 1, "loss": 2.0}\n'
+    path.write_text('{"loss": 3.0}\n[1]\n{"step": "2"}\n' + good + '{"step": null}\n{"st')
+    MetricsLog(tmp_path, 5, Curves("loss", "eval", "nats"))
+    assert path.read_text() == good
 
 
 @pytest.mark.parametrize("damage", ["missing file", "truncated file", "other model shape"])

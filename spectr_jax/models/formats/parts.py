@@ -180,7 +180,8 @@ def check_memory(
 
 
 def _check(name: str, given: tuple[int, ...], expected: tuple[int, ...] | None):
-    """Raises `UserError` unless an array has the `expected` shape; None if there is no such part."""
+    """Raises `UserError` unless an array has the `expected` shape; None if there is no such
+    part."""
     if given != expected:
         wanted = "none" if expected is None else list(expected)
         raise UserError(
@@ -241,8 +242,8 @@ def llama_arrays(
 def _layer_arrays(
     config: LlamaConfig, inputs: int, read: Callable[[str], Unread], place: str
 ) -> Iterator[tuple[str, Unread]]:
-    """Returns an iterator over the arrays of a layer. `inputs` is the width of what q, k and v read.
-    `place` precedes names in errors."""
+    """Returns an iterator over the arrays of a layer. `inputs` is the width of what q, k and v
+    read. `place` precedes names in errors."""
     keys = config.kv_heads * config.head_width
     rows = {"q": config.heads * config.head_width, "k": keys, "v": keys}
     rows |= {"gate": config.mlp, "up": config.mlp}

@@ -137,6 +137,14 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     return [whole] if whole.is_file() else _found_parts(path)
 
 
+def read_notes(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the notes of a model's files; none if they are missing or damaged."""
+    try:
+        return parse_json(_read(path)[0]["notes"])
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError):
+        return {}
+
+
 def load_weights(
     path: pathlib.Path, dtype: str = "float32", mesh: Mesh | None = None
 ) -> tuple[AnyStored, str]:
@@ -156,11 +164,17 @@ def load_weights(
     """
     try:
         metadata, stored = _read(path)
-        kind, config_kind = FAMILIES[metadata.get("family")]
+        family = metadata.get("family")
+        if family not in FAMILIES:
+            raise UserError(
+                f"{str(path)!r} is of the family {family!r}, which this version does not know; "
+                "install a newer one"
+            )
+        kind, config_kind = FAMILIES[family]
         fields: dict[str, Any] = {"dtype": "float32"} | (
             {"dropout": 0.0} if kind is Transformer else {}
         )
-        config: Any = config_kind(**parse_json(metadata["model"]) | fields)
+        config: Any = config_kind(**_checked_sizes(parse_json(metadata["model"])) | fields)
         tokenizer = metadata["tokenizer_sha256"]
     except UserError:
         raise
@@ -177,6 +191,23 @@ def load_weights(
     if kind is Bigram:
         dtype, mesh = "float32" if dtype == "int8" else dtype, None
     return fill(config, arrays, dtype, source=str(path), mesh=mesh), tokenizer
+
+
+def _checked_sizes(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config; raises `ValueError` if a size is not a positive integer."""
+    for name in (
+        "layers",
+        "width",
+        "mlp",
+        "heads",
+        "kv_heads",
+        "head_width",
+        "vocab_size",
+        "context",
+    ):
+        if name in fields and (type(fields[name]) is not int or fields[name] < 1):
+            raise ValueError(f"{name}={fields[name]!r}: must be a positive integer")
+    return fields
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, str], dict[str, Unread]]:

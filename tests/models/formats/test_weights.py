@@ -1,6 +1,7 @@
 """Tests model files: round trips, int8, parts, and damaged files."""
 
 import itertools
+import json
 import resource
 
 import numpy as np
@@ -94,6 +95,28 @@ def test_parameters_that_contradict_the_stored_shape_are_refused(path):
     del tensors["embed/embedding/value"]
     safetensors.flax.save_file(tensors, path, metadata)
     with pytest.raises(UserError, match="lacks embed/embedding/value, a part of its model"):
+        load_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": "a"}, "vocab_size='a': must be a positive integer"),
+        ({"vocab_size": 0}, "vocab_size=0: must be"),
+        ({"layers": None}, "layers=None: must be"),
+        ({"width": -64}, "width=-64: must be"),
+        (None, "of the family 'mamba', which this version does not know; install a newer"),
+    ],
+)
+def test_other_families_and_sizes_that_are_not_positive_are_refused(path, change, message):
+    with safetensors.safe_open(path, framework="flax") as file:
+        metadata = file.metadata()
+    if change is None:
+        metadata["family"] = "mamba"
+    else:
+        metadata["model"] = json.dumps(json.loads(metadata["model"]) | change)
+    safetensors.flax.save_file(safetensors.flax.load_file(path), path, metadata)
+    with pytest.raises(UserError, match=rf"model\.safetensors' is .*{message}"):
         load_weights(path)
 
 
