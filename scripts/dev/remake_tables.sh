@@ -40,12 +40,16 @@ evaluated ladder/fastest_32 auto.py "${pair[@]}" --config.batch_size=32 --config
 evaluated ladder/trees trees.py "${pair[@]}" --config.sizes='(8,32)' --config.num_prompts=48 \
   --config.extra_trees="('4,1,1,1,1,1,1,1',)"
 evaluated trees trees.py
+evaluated frontier/97m frontier.py --config.target=97m --config.draft=6m --config.dtype=bfloat16 \
+  --config.seeds='(0,1)' --config.batch_size=32
 evaluated figures figures.py
 evaluated ladder:figure figures.py --config.only="('spectr_figure_5',)" --config.target=20m --config.draft=6m
 pair=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8)
 evaluated smollm2/ladder ladder.py:smollm2
 evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft=smollm2-6m \
   --config.models="('smollm2','smollm2-6m')"
+evaluated smollm2/frontier frontier.py --config.target=smollm2 --config.draft=smollm2-draft \
+  --config.dtype=bfloat16 --config.seeds='(0,)' --config.num_prompts=24 --config.batch_size=24
 evaluated smollm2/fastest_1 auto.py "${pair[@]}"
 evaluated smollm2/fastest_8 auto.py "${pair[@]}" --config.batch_size=8
 for name in $wanted; do

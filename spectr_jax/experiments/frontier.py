@@ -377,7 +377,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"Paths of {SMALL['draft_length']} tokens. Mean over {config['contexts']} contexts, with "
         f"both distributions limited to their {SUPPORT} likeliest tokens. The optimum over all "
         f"exact verifiers is by linear program, the methods by {config['calls']:,} simulated calls "
-        "for each context.",
+        "for each context, so shares slightly above 100 % are noise.",
         f"Target `{config['target']}`, draft `{config['draft']}`, prompts `{config['prompts']}`.",
         report.provenance_line(result),
     ]
