@@ -199,7 +199,7 @@ def _assert_equal(one, other):
     [
         *(
             pytest.param(case, marks=pytest.mark.slow)
-            for case in ("otm_layer uneven", "otm_block tree 2,2,1")
+            for case in ("otm_layer wide", "otm_block tree 2,2,1")
         ),
         "gsd wide",
     ],
