@@ -20,7 +20,7 @@ fi
 
 evaluated() {  # NAME CONFIG FLAG...
   known+="$1 "
-  if [[ $wanted != *" $1 "* && ( $wanted != "  " || $1 == smollm2/* ) ]]; then return; fi
+  if [[ $wanted != *" $1 "* && ( $wanted != "  " || $1 == *smollm2* ) ]]; then return; fi
   echo "== $1"
   "$python" -m spectr_jax.eval --config="configs/$2" --workdir="$out/${1%%:*}" "${@:3}"
 }
@@ -48,7 +48,7 @@ pair=(--config.target=smollm2 --config.draft=smollm2-draft --config.dtype=int8)
 evaluated smollm2/ladder ladder.py:smollm2
 evaluated smollm2/latency latency.py --config.dtype=bfloat16 --config.runs=100 --config.draft=smollm2-6m \
   --config.models="('smollm2','smollm2-6m')"
-evaluated smollm2/frontier frontier.py --config.target=smollm2 --config.draft=smollm2-draft \
+evaluated frontier/smollm2 frontier.py --config.target=smollm2 --config.draft=smollm2-draft \
   --config.dtype=bfloat16 --config.seeds='(0,)' --config.num_prompts=24 --config.batch_size=24
 evaluated smollm2/fastest_1 auto.py "${pair[@]}"
 evaluated smollm2/fastest_8 auto.py "${pair[@]}" --config.batch_size=8

@@ -358,11 +358,11 @@ def markdown(result: dict[str, Any]) -> str:
         "Optimum": lambda row: f"{np.mean(row['tokens_per_call']['optimum']):.3f}",
         **{f"`{name}`": functools.partial(_share, name) for name in config["methods"]},
     }
-    spread = max(
-        np.std(values, ddof=1) if len(values) > 1 else 0.0
-        for row in result["rows"]
-        for values in row["tokens_per_call_by_seed"].values()
-    )
+    cells = [cell for row in result["rows"] for cell in row["tokens_per_call_by_seed"].values()]
+    spread = ""
+    if len(config["seeds"]) > 1:
+        largest = max(np.std(cell, ddof=1) for cell in cells)
+        spread = f"; the largest standard deviation over seeds is {largest:.2f}"
     first, widest = config["methods"][0], max(config["paths"])
     notes = [
         f"Tokens per call. {widest} paths of {config['draft_length']} tokens share their first "
@@ -371,7 +371,7 @@ def markdown(result: dict[str, Any]) -> str:
         "sequences, so all methods see its contexts. A dash: the method does not draft that tree.",
         f"{result['prompts']} prompts of up to {config['prompt_tokens']} tokens, up to "
         f"{config['max_new_tokens']} new tokens each, {config['dtype']}, seeds "
-        f"{tuple(config['seeds'])}; the largest standard deviation over seeds is {spread:.2f}.",
+        f"{tuple(config['seeds'])}{spread}.",
         "## Share of the optimum",
         report.table(shares, result["optimum"]),
         f"Paths of {SMALL['draft_length']} tokens. Mean over {config['contexts']} contexts, with "

@@ -27,13 +27,7 @@ from spectr_jax.utils import hosts, sharding
 from spectr_jax.utils.errors import UserError
 
 VOCAB, EOS, NEW, PROMPT, BATCH = 8, 7, 3, (1, 2), 4_000
-METHODS = {
-    "spectr": {"tree": "2x2"},
-    "otm_block": {"tree": "2x2"},
-    "otm_layer": {"tree": "2,1"},
-    "traversal": {"tree": "2,1"},
-}
-
+METHODS = {"otm_block": {"tree": "2x2"}, "otm_layer": {"tree": "2,1"}}
 
 GEMMA = {
     "windows": (3, 0),
@@ -55,7 +49,7 @@ def llama(seed: int, **changes) -> Llama:
 
 
 def models(kind: str):
-    """Returns a target and a draft: tables, or Llamas of which the draft is small.
+    """Returns a target and a draft: tables, or Llamas of one layer.
 
     The draft of a table is functions of its table.
     """
@@ -68,7 +62,7 @@ def models(kind: str):
         sizes = {"vocab_size": VOCAB, "context": 128, "layers": 1}
         draft = FunctionalModel(perturbed(target, 1, 0.8), **functions, **sizes)
         return TableModel(target), draft
-    return llama(0), llama(1, layers=1)
+    return llama(0, layers=1), llama(1, layers=1)
 
 
 def exact(kind: str, target) -> dict[tuple[int, ...], float]:
@@ -98,37 +92,37 @@ def exact(kind: str, target) -> dict[tuple[int, ...], float]:
     return found
 
 
-def outputs(kind: str, shapes: list[list[int]], methods: list[str], generations: int) -> dict:
-    """Returns p-values of outputs, and whether greedy tokens equal those of one device."""
+def outputs(kind: str, name: str, generations: int) -> dict:
+    """Returns the p-value of outputs on 2 x 4 devices, whether greedy tokens equal those of one
+    device, and the number of programs that the last call compiled."""
     target, draft = models(kind)
     pmf = exact(kind, target)
     index = {tokens: i for i, tokens in enumerate(pmf)}
     prompts, lengths = np.tile(PROMPT, (BATCH, 1)), np.full(BATCH, len(PROMPT))
-    found = {}
-    for name in methods:
-        method = get_method(name, **METHODS[name])
-        run = functools.partial(
-            generate, method=method, prompts=prompts, prompt_lengths=lengths, max_new_tokens=NEW
-        )
-        greedy = run(jax.random.key(0), target=target, draft=draft, policy=Policy(0.0, eos=EOS))
-        for data, model in shapes:
-            mesh = sharding.make_mesh(model=model)
-            assert sharding.groups_of(mesh) == data
-            both = parallel.on_mesh(mesh, target), parallel.on_mesh(mesh, draft)
-            run_there = functools.partial(run, target=both[0], draft=both[1], mesh=mesh)
-            counts = np.zeros(len(index), int)
-            for chunk in range(generations // BATCH):
-                out = run_there(jax.random.key(chunk + 1), policy=Policy(eos=EOS))
-                for row, length in zip(*map(np.asarray, (out.tokens, out.lengths)), strict=True):
-                    counts[index[tuple(row[len(PROMPT) : length].tolist())]] += 1
-            with count_compilations() as compiled:
-                same = run_there(jax.random.key(0), policy=Policy(0.0, eos=EOS))
-            found[f"{name} {data}x{model}"] = {
-                "p": chi_square.p_value(counts, np.array(list(pmf.values()))),
-                "greedy": bool(np.array_equal(same.tokens, greedy.tokens)),
-                "compiled": len(compiled),
-            }
-    return found
+    run = functools.partial(
+        generate,
+        method=get_method(name, **METHODS[name]),
+        prompts=prompts,
+        prompt_lengths=lengths,
+        max_new_tokens=NEW,
+    )
+    greedy = run(jax.random.key(0), target=target, draft=draft, policy=Policy(0.0, eos=EOS))
+    mesh = sharding.make_mesh(model=4)
+    assert sharding.groups_of(mesh) == 2
+    both = parallel.on_mesh(mesh, target), parallel.on_mesh(mesh, draft)
+    run_there = functools.partial(run, target=both[0], draft=both[1], mesh=mesh)
+    counts = np.zeros(len(index), int)
+    for chunk in range(generations // BATCH):
+        out = run_there(jax.random.key(chunk + 1), policy=Policy(eos=EOS))
+        for row, length in zip(*map(np.asarray, (out.tokens, out.lengths)), strict=True):
+            counts[index[tuple(row[len(PROMPT) : length].tolist())]] += 1
+    with count_compilations() as compiled:
+        same = run_there(jax.random.key(0), policy=Policy(0.0, eos=EOS))
+    return {
+        "p": chi_square.p_value(counts, np.array(list(pmf.values()))),
+        "greedy": bool(np.array_equal(same.tokens, greedy.tokens)),
+        "compiled": len(compiled),
+    }
 
 
 def logits(shapes: list[list[int]]) -> dict[str, float]:
@@ -205,8 +199,9 @@ def refused() -> list[str]:
     return [*errors, copied.merge().config.shards, laid_out.merge().config.shards]
 
 
-def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
-    """Returns sampled tokens on meshes, and those of `stream` on the first group of devices."""
+def tokens(shapes: list[list[int]]) -> dict[str, list]:
+    """Returns sampled tokens on meshes. On the last one it also decodes through slots, and in one
+    process streams on the first group of devices."""
     target, draft = models("llama")
     prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
     lengths = np.array([5, 3, 4, 5, 2, 5, 1, 4])
@@ -224,31 +219,26 @@ def tokens(shapes: list[list[int]], **_) -> dict[str, list]:
     for data, model in shapes:
         mesh = sharding.make_mesh(model=model)
         found[f"{data}x{model}"] = sequences(decode(mesh=mesh))
-        several = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
-        arguments = key, method, target, draft, several, 12, policy
-        through = generate_all(*arguments, slots=4, mesh=mesh, in_order=True)
-        found[f"slots {data}x{model}"] = [done.tokens.tolist() for done in through]
-        if jax.process_count() > 1:
-            continue
-        row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
-        with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
-            found[f"context {data}x{model}"] = sequences(decode())
-        steps = stream(
-            key,
-            method,
-            *(parallel.on_mesh(row, each) for each in (target, draft)),
-            prompts[0],
-            12,
-            mesh=row,
-        )
-        new = [token for step in steps for token in step.tokens]
-        alone = generate(key, method, target, draft, prompts[:1], [5], 12)
-        found[f"stream {data}x{model}"] = [new, np.asarray(alone.tokens)[0, 5:17].tolist()]
+    several = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
+    arguments = key, method, target, draft, several, 12, policy
+    through = generate_all(*arguments, slots=4, mesh=mesh, in_order=True)
+    found["slots"] = [done.tokens.tolist() for done in through]
+    if jax.process_count() > 1:
+        return found
+    row = sharding.make_mesh(model=model, devices=jax.devices()[:model])
+    with jax.set_mesh(row):  # A mesh of the user's own context is not ours.
+        found["context"] = sequences(decode())
+    both = (parallel.on_mesh(row, each) for each in (target, draft))
+    steps = stream(key, method, *both, prompts[0], 12, mesh=row)
+    found["stream"] = [token for step in steps for token in step.tokens]
+    alone = generate(key, method, target, draft, prompts[:1], [5], 12)
+    found["alone"] = np.asarray(alone.tokens)[0, 5:17].tolist()
     return found
 
 
-def heads(shapes: list[list[int]]) -> dict[str, list]:
-    """Returns tokens on meshes with an EAGLE-3 head, copied and split, and those of one device.
+def heads() -> list:
+    """Returns tokens with an EAGLE-3 head on one device, and on a mesh with the number of its split
+    arrays, copied and split.
 
     The head takes the target's embedding, which lies split on the mesh.
     """
@@ -259,17 +249,17 @@ def heads(shapes: list[list[int]]) -> dict[str, list]:
     prompts = np.random.default_rng(0).integers(0, VOCAB - 1, (8, 5))
     rows = prompts, np.full(8, 5), 12
     method, key = get_method("otm_block", tree="2,2"), jax.random.key(3)
-    alone = generate(key, method, target, head.completed(target), *rows)
-    found = {"1x1": [np.asarray(alone.tokens).tolist(), 0]}
-    for data, model in shapes:
-        mesh = sharding.make_mesh(model=model)
-        there = parallel.on_mesh(mesh, target)
-        whole = head.completed(there.merge())
-        for place in (parallel.draft_on_mesh, parallel.on_mesh):
-            draft = place(mesh, whole)
-            split = sum(not leaf.sharding.is_fully_replicated for leaf in draft.leaves)
-            out = generate(key, method, there, draft, *rows, mesh=mesh)
-            found[f"{place.__name__} {data}x{model}"] = [np.asarray(out.tokens).tolist(), split]
+    found = [
+        np.asarray(generate(key, method, target, head.completed(target), *rows).tokens).tolist()
+    ]
+    mesh = sharding.make_mesh(model=4)
+    there = parallel.on_mesh(mesh, target)
+    whole = head.completed(there.merge())
+    for place in (parallel.draft_on_mesh, parallel.on_mesh):
+        draft = place(mesh, whole)
+        split = sum(not leaf.sharding.is_fully_replicated for leaf in draft.leaves)
+        out = generate(key, method, there, draft, *rows, mesh=mesh)
+        found.append([np.asarray(out.tokens).tolist(), split])
     return found
 
 

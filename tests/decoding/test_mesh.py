@@ -41,54 +41,41 @@ def test_logits_of_split_decoders_equal_those_of_one_device():
     assert max(found.values()) < 1e-5
 
 
-def _check_outputs(kind, shapes, methods, generations):
-    found = _found(
-        _begun(8, "outputs", kind=kind, shapes=shapes, methods=methods, generations=generations)
-    )
-    assert len(found) == len(shapes) * len(methods)
-    for name, outcome in found.items():
-        assert outcome["p"] > 1e-4, name
-        assert outcome["greedy"], name
-        assert outcome["compiled"] == 0, name
+def _check_outputs(kind, method):
+    found = _found(_begun(8, "outputs", kind=kind, name=method, generations=12_000))
+    assert found["p"] > 1e-4
+    assert found["greedy"]
+    assert found["compiled"] == 0
 
 
 def test_outputs_of_split_tables_follow_the_target():
     """Greedy tokens equal those of one device, and a second call compiles nothing."""
-    _check_outputs("table", MESHES[1:], ["otm_layer"], 12_000)
+    _check_outputs("table", "otm_layer")
 
 
 @pytest.mark.slow
 def test_outputs_of_split_decoders_follow_the_target():
-    _check_outputs("llama", MESHES[1:], ["spectr", "otm_block", "traversal"], 24_000)
+    _check_outputs("llama", "otm_block")
 
 
 @pytest.mark.slow
-def test_published_heads_draft_the_same_tokens_on_all_meshes():
+def test_published_heads_draft_the_same_tokens_on_a_mesh():
     """A copied head shares the target's split embedding; a split one has five split arrays."""
-    found = _found(_begun(8, "heads", shapes=MESHES))
-    tokens, _ = found.pop("1x1")
-    assert len(found) == 4
-    for name, (made, split) in found.items():
-        assert made == tokens, name
-        assert split == (1 if name.startswith("draft") else 5), name
+    tokens, *on_meshes = _found(_begun(8, "heads"))
+    assert on_meshes == [[tokens, 1], [tokens, 5]]
 
 
 @pytest.mark.slow
 def test_two_processes_emit_the_tokens_of_one():
     one = _found(_begun(8, "tokens", shapes=MESHES))
-    assert one["1x8"] == one["2x4"]
-    for data, model in MESHES:
-        streamed, alone = one[f"stream {data}x{model}"]
-        assert streamed == alone
-        for name in ("context", "slots"):
-            assert one[f"{name} {data}x{model}"] == one[f"{data}x{model}"]
+    assert one["1x8"] == one["2x4"] == one["slots"] == one["context"]
+    assert one["stream"] == one["alone"]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = f"localhost:{free.getsockname()[1]}"
     both = [_begun(4, "tokens", where, str(number), shapes=MESHES) for number in (0, 1)]
     for found in map(_found, both):
-        assert found == {name: one[name] for name in found}
-        assert len(found) == 4
+        assert found == {name: one[name] for name in ("1x8", "2x4", "slots")}
 
 
 def test_meshes_that_do_not_fit_are_refused():
