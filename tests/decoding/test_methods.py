@@ -54,18 +54,20 @@ METHODS = {
 
 
 REPEATED = (
-    *("spectr gamma=1.2", "naive K=2 L=3", "recursive K=3 L=2", "spectr+ K=2 L=3"),
-    *("spectr++ K=3 L=2", "greedy_drafts", "block L=4", "gbv_conditional tree 2,2,1"),
-    "self_speculative",
+    *("speculative L=3", "spectr gamma=1.2", "naive K=2 L=3", "recursive K=3 L=2"),
+    *("spectr+ K=2 L=3", "spectr++ K=3 L=2", "otm tree 3,2", "greedy_drafts", "block L=4"),
+    *("gbv_conditional tree 2,2,1", "self_speculative"),
 )
 """Cases whose verifier another case also uses. Tests of transport plans check their plans."""
 
 
 def _cases(cases, slow=REPEATED):
-    # The tests of a method run in one process, because most share one compiled program.
-    def marks(case):
-        own = [pytest.mark.xdist_group(case), pytest.mark.optimized, pytest.mark.defaults]
-        return [*own, pytest.mark.slow] if case in slow else own
+    """Marks cases of METHODS. One case of each verifier runs with users' compiler settings."""
+
+    def marks(case):  # The tests of a method run in one process, because most share one program.
+        own = [pytest.mark.xdist_group(case), pytest.mark.optimized]
+        own += [pytest.mark.slow] if case in slow else []
+        return own if case in REPEATED else [*own, pytest.mark.defaults]
 
     return pytest.mark.parametrize(
         "case", [pytest.param(case, marks=marks(case)) for case in cases]
@@ -120,7 +122,7 @@ def test_a_second_call_compiles_nothing(case):
 
 
 QUICK_ON_X64 = ("otm_layer wide", "gsd wide", "ersd uneven", "lookup tree 3,2,1")
-FIRST = [case for case in METHODS if case not in REPEATED]
+FIRST = [case for case in METHODS if case not in (*REPEATED, "baseline")]
 
 
 @_cases(FIRST, slow=[case for case in FIRST if case not in QUICK_ON_X64])
@@ -384,7 +386,7 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         def emitted(call):
             return jnp.float32(call.chosen.emitted)
 
-        prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
+        prompts, lengths = np.tile(PROMPT, (20_000, 1)), np.full(20_000, 2)
         key = jax.random.key(0)
         result = generate(key, method, *_models(), prompts, lengths, 1, observe=emitted)
         return float(np.mean(np.asarray(result.observed)))
@@ -395,7 +397,7 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         seen[name] = mean(on_tree(name, chain(2)))
     # On one level, `otm_layer` accepts as the plan does.
     level = mean(get_method("otm_layer", tree="3", **few))
-    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.015)
+    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.02)
     p1, q1 = DRAFT[PROMPT], TARGET[PROMPT]
     token, block = 0.0, 0.0
     for x in range(VOCAB):
@@ -406,9 +408,9 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         rest = np.maximum(run * q2 - p2, 0).sum()
         one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
         block += p1[x] * (2 * whole + one)
-    assert seen["speculative"] == pytest.approx(1 + token, abs=0.015)
+    assert seen["speculative"] == pytest.approx(1 + token, abs=0.02)
     for name in ("block", "otm_layer", "traversal"):  # All three are equal on one chain.
-        assert seen[name] == pytest.approx(1 + block, abs=0.015)
+        assert seen[name] == pytest.approx(1 + block, abs=0.02)
     assert block > token + 0.02
 
 

@@ -29,8 +29,8 @@ from spectr_jax.testing import chi_square
 from spectr_jax.transport import rules
 from spectr_jax.transport.draws import draw
 
-CALLS = {1_024: 100_000, 8_192: 20_000}
-FEWER_CALLS = {1_024: 25_000, 8_192: 5_000}
+CALLS = {1_024: 50_000, 8_192: 20_000}
+FEWER_CALLS = {1_024: 12_500, 8_192: 5_000}
 SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal", "traversal_iid"}
 """Methods that get fewer calls."""
 CONTEXTS = 2
@@ -130,17 +130,22 @@ def p_values(name, V, calls):
     return [p_value(first, 0), *after]
 
 
+DEFAULTS = {"otm", "otm_layer", "gsd"}
+"""Those that run with users' compiler settings: plans with cells, a search, and a residual."""
+
+
+def _case(name, V):
+    marks = [pytest.mark.defaults] if name in DEFAULTS else []
+    marks += [pytest.mark.slow] if (name, V) != ("otm", 1_024) else []
+    return pytest.param(name, V, marks=marks)
+
+
 @pytest.mark.optimized
-@pytest.mark.defaults
 @pytest.mark.parametrize(
     ("name", "V"),
     [
-        ("otm", 1_024),
-        *(pytest.param(name, 1_024, marks=pytest.mark.slow) for name in [*VERIFIERS][1:]),
-        *(
-            pytest.param(name, 8_192, marks=pytest.mark.slow)
-            for name in ("otm", "gsd", "otm_layer")
-        ),
+        *(_case(name, 1_024) for name in VERIFIERS),
+        *(_case(name, 8_192) for name in ("otm", "gsd", "otm_layer")),
     ],
 )
 def test_two_tokens_follow_the_target_with_large_vocabularies(name, V):

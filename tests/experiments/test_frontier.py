@@ -136,10 +136,9 @@ def test_limited_distributions_are_those_of_the_models():
     np.testing.assert_allclose(draft[-1, 2], [*p[3], 1 - p[3].sum(), 0], atol=1e-7)
 
 
-def test_simulated_methods_reach_the_optimum_but_do_not_exceed_it():
+def test_a_simulated_method_reaches_the_optimum_but_does_not_exceed_it():
     draft, target = frontier.tables_of(*(np.asarray(_everything(name))[0] for name in "pq"))
-    names = ("otm_block", "otm_layer")
-    config = _config(pathlib.Path(), methods=names, paths=(1, 2), calls=20_000, stems=(0,))
+    config = _config(pathlib.Path(), methods=("otm_layer",), calls=20_000, stems=(0,))
     parts = frontier.parts_of(config, 0)
     tokens = frontier._simulated(config, parts, draft, target)
     for part, mean in zip(parts, tokens, strict=True):
@@ -150,10 +149,16 @@ def test_simulated_methods_reach_the_optimum_but_do_not_exceed_it():
 
 
 @pytest.mark.slow
-def test_equal_models_accept_all_drafts_on_all_trees(toy, tmp_path):
-    """Every call emits L + 1 tokens: no EOS is drawn in two calls of these seeds."""
+def test_equal_models_accept_all_drafts_on_all_trees(toy, tmp_path, monkeypatch):
+    """Every call emits L + 1 tokens: no EOS is drawn in two calls of these seeds. The run is
+    stopped once, and resumes."""
+    calls: list = []
+    monkeypatch.setattr(Bench, "run", stopping(Bench.run, calls, 2))
     config = _config(toy.folder, draft=str(toy.folder / "target.safetensors"), max_new_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        frontier.run(config, tmp_path)
     result = frontier.run(config, tmp_path)
+    assert len(calls) == 3  # One for each stem, and the one that was stopped.
     assert [(row["stem"], row["paths"], row["nodes"]) for row in result["rows"]] == [
         (0, 1, 2),
         (0, 2, 4),
@@ -187,15 +192,3 @@ def test_equal_models_accept_all_drafts_on_all_trees(toy, tmp_path):
 def test_invalid_configs_are_refused(toy, changes, message):
     with pytest.raises(UserError, match=message):
         frontier.check_frontier_config(_config(toy.folder, **changes))
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes(toy, tmp_path, monkeypatch):
-    calls: list = []
-    monkeypatch.setattr(Bench, "run", stopping(Bench.run, calls, 2))
-    config = _config(toy.folder, methods=("spectr",), paths=(2,))
-    monkeypatch.setattr(frontier, "_optimum_rows", lambda bench: [])
-    with pytest.raises(KeyboardInterrupt):
-        frontier.run(config, tmp_path)
-    result = frontier.run(config, tmp_path)
-    assert len(calls) == 3 and len(result["rows"]) == 2

@@ -188,17 +188,17 @@ def test_two_processes_train_stop_and_resume_as_one(
 
 @pytest.mark.slow
 def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
-    """One device, eight devices, and two processes of four devices each emit the same number of
-    tokens in the same number of target calls. The models are loaded from workdirs."""
+    """One device, and two processes of four devices each, emit the same number of tokens in the same
+    number of target calls. The models are loaded from workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
     port = f"localhost:{_free_port()}"
-    runs = [(1, []), (8, []), (4, [port, "0"]), (4, [port, "1"])]
+    runs = [(1, []), (4, [port, "0"]), (4, [port, "1"])]
     processes = [
         subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True)
         for count, flags in runs
     ]
     answers = [process.communicate()[0].splitlines()[-1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
+    assert [process.returncode for process in processes] == [0] * 3
     assert len(set(answers)) == 1 and int(answers[0].split()[0]) > 13
 
 
