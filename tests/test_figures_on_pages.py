@@ -33,7 +33,7 @@ paper = rows("target_97m/cpu/tokens_per_call", *K_L, draft="6M")
 ladder = rows("ladder/tokens_per_call", "draft", *K_L)
 h200 = rows("target_97m/h200/one/tokens_per_call", *K_L)
 h200_250 = rows("target_97m/h200/many/tokens_per_call", *K_L)
-auto_97m = rows("target_97m/fastest_1/auto", method="block", nodes=3)
+auto_97m = rows("target_97m/fastest_1/auto", method="block", nodes=2)
 auto_20m = rows("ladder/fastest_1/auto", method="block", nodes=2)
 auto_20m_32 = rows("ladder/fastest_32/auto", method="block", nodes=2)
 auto_smollm2 = rows("smollm2/fastest_1/auto", method="block", nodes=2)
@@ -65,7 +65,7 @@ def through_slots(table, method):
 CLAIMS = [
     (README, "| `speculative`, L = 4 | {:.2f} | {:.2f} |",
      [h200("speculative", 1, 4, CALL), h200("speculative", 1, 4, SPEEDUP)]),
-    (README, "| `block`, L = 3 | {:.2f} | {:.2f} |", [auto_97m(MEASURED), auto_97m(SPEEDUP)]),
+    (README, "| `block`, L = 2 | {:.2f} | {:.2f} |", [auto_97m(MEASURED), auto_97m(SPEEDUP)]),
     (README, "| `block`, L = 2 | {:.2f} | {:.2f} |",
      [auto_smollm2(MEASURED), auto_smollm2(SPEEDUP)]),
     (README, "Spec-Bench | {:.2f} | {:.2f} |",
@@ -117,7 +117,7 @@ CLAIMS = [
     (SPEED, "{:.2f} times as fast on an H200", [h200("speculative", 1, 4, SPEEDUP)]),
     (SPEED, "takes {:.1f} ms to draft, {:.1f} ms to score and {:.1f} ms to select",
      [phases(f"ms {phase}") for phase in ("draft", "score", "select")]),
-    (SPEED, "| 97M, 6M, 1 | CPU, int8 | `block`, L = 3 | {:.2f} |", [auto_97m(SPEEDUP)]),
+    (SPEED, "| 97M, 6M, 1 | CPU, int8 | `block`, L = 2 | {:.2f} |", [auto_97m(SPEEDUP)]),
     (SPEED, "| 20M, 2M, 1 | CPU, int8 | `block`, L = 2 | {:.2f} |", [auto_20m(SPEEDUP)]),
     (SPEED, "| 20M, 2M, 32 | CPU, bfloat16 | `block`, L = 2 | {:.2f} |", [auto_20m_32(SPEEDUP)]),
     (SPEED, "| 97M, 6M, 1 | H200, bfloat16 | `speculative`, L = 4 | {:.2f} |",
