@@ -46,7 +46,7 @@ def main():
     if name not in EXPERIMENTS:
         raise unknown("experiment", name, EXPERIMENTS)
     experiment = importlib.import_module(f"spectr_jax.experiments.{EXPERIMENTS[name]}")
-    if jax.process_count() > 1 and not experiment.SEVERAL_HOSTS:
+    if jax.process_count() > 1 and not getattr(experiment, "SEVERAL_HOSTS", False):
         raise UserError(
             f"experiment={name!r}: runs in one process only; drop --coordinator and --distributed"
         )

@@ -76,6 +76,7 @@ def test_eval_compares_an_imported_method(folder, toy):
     fields = {
         **TOY,
         "methods": ("lazy",),
+        "optimal_acceptance": False,
         "num_drafts": (1,),
         "draft_lengths": (2,),
         "drafts": (f"{toy.folder}/draft",),

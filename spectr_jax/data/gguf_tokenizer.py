@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata, of bytes or like SentencePiece's, with the meaning that
 llama.cpp gives them."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -38,16 +38,10 @@ SPLITS = {
 Pairs = list[tuple[str, ...]]
 
 
-class Metadata(Protocol):
-    """The values of a GGUF file by name."""
-
-    def get(self, name: str, default: Any = None) -> Any: ...
-
-
 class _Values:
     """The values of the tokenizer in the metadata of a file that errors name as `source`."""
 
-    def __init__(self, metadata: Metadata, source: str):
+    def __init__(self, metadata: Mapping[str, Any], source: str):
         self.metadata, self.source = metadata, source
 
     def damaged(self, problem: str) -> UserError:
@@ -65,7 +59,7 @@ class _Values:
         return value
 
 
-def gguf_tokenizer(metadata: Metadata, source: str) -> HuggingFaceTokenizer:
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HuggingFaceTokenizer:
     """Returns the tokenizer that a file's metadata describe. Errors name the file as `source`.
 
     Raises:

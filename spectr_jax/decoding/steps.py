@@ -25,8 +25,6 @@ from spectr_jax.decoding.request import (
     whole_numbers,
 )
 from spectr_jax.decoding.stopping import StopSpec
-from spectr_jax.utils import sharding
-from spectr_jax.utils.errors import UserError
 
 
 class Step(NamedTuple):
@@ -78,11 +76,6 @@ def stream(
       UserError: as in `generate`; raised by the call itself, not by the first step.
     """
     check_key(key, None)
-    if mesh is not None:
-        sharding.check_mesh(mesh)
-        if (groups := sharding.groups_of(mesh)) > 1:
-            hint = "give make_mesh(model=N, devices=jax.devices()[:N])"
-            raise UserError(f"mesh: has {groups} groups of devices for one prompt; {hint}")
     tokens = whole_numbers("prompt", prompt)
     options: dict[str, Any] = {"policy": policy, "draft_policy": draft_policy, "observe": observe}
     options |= {"logprobs": logprobs, "stop": stop, "bucket": LONG}

@@ -22,29 +22,25 @@ from spectr_jax.utils.files import expanded, parse_json, read_text, write_json
 
 FORMAT = "spectr_jax/labels/1"
 INDEX = "labels.json"
-FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "drafted", "labelled")
-"""Fields that every index has, or had by `OLDER`. Folders used together must agree in them."""
-OLDER: dict[str, Any] = {"features": 0, "drafted": False, "labelled": True, "shard": 512}
-OLDER |= dict.fromkeys(("teacher", "dtype", "weights", "corpus", "content"), "")
-"""Values of fields that older indices lack."""
+FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "labelled")
+"""Fields of an index in which folders that are used together must agree."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
-"""Digests that older indices lack, and the fields that identify the content instead."""
+"""Digests, and the fields that an error names with them. A digest of a corpus decides, because one
+corpus may have two names."""
+IDENTITY = ("teacher", "dtype", *DIGESTS)
+"""Further fields of every index. The digests of a corpus are empty for chats."""
 TOP = 64
 """Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
 
 
-def row_type(
-    vocab_size: int, length: int, features: int = 0, drafted: bool = True, labelled: bool = True
-) -> np.dtype:
+def row_type(vocab_size: int, length: int, features: int = 0, labelled: bool = True) -> np.dtype:
     """Returns the structured type of a row of `length` tokens with `features` features each.
 
-    `drafted` is False in older folders. `labelled` is False in rows that the teacher labels during
-    training.
+    `labelled` is False in rows that the teacher labels during training.
     """
     token = token_type(vocab_size)
     fields: list[Any] = [("tokens", token, (length,)), ("segments", np.uint16, (length,))]
-    if drafted:
-        fields.append(("drafted", np.bool_, (length,)))
+    fields.append(("drafted", np.bool_, (length,)))
     if labelled:
         shape = (length, TOP)
         fields += [("top", token, shape), ("log_probabilities", np.float16, shape)]
@@ -58,7 +54,7 @@ class LabelledRows(PackedRows):
 
     Attributes:
       index: of the first folder.
-      teacher_name: as `load` takes it; "" if an older index does not say.
+      teacher_name: as `load` takes it.
       vocabulary: digest of the teacher's vocabulary (`AnyTokenizer.vocabulary`).
       vocab_size: size of the teacher's logits.
       context: context of the teacher, in tokens.
@@ -130,13 +126,13 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       folder: the folder.
-      about: JSON values that identify the labels, at least `vocabulary`, `vocab_size` and
-        `length`.
+      about: JSON values that identify the labels, at least `FIELDS` without `top`, `IDENTITY` and
+        `shard`, the number of sequences per shard.
 
     Raises:
       UserError: the folder holds other labels, or other files.
     """
-    wanted = {"format": FORMAT, "top": TOP, **OLDER, "drafted": True, **about}
+    wanted = {"format": FORMAT, "top": TOP, "drafted": True, **about}
     if any(folder.glob("labels-*.npy")):
         there = _index(folder)
         _check_same(folder, there, {**wanted, "shard": there["shard"]})
@@ -154,10 +150,8 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises `UserError` unless two indices describe the same labels."""
-    ignored = [name for name in DIGESTS if not there[name]]
-    if there["corpus"]:  # The digest decides, because one corpus may have two names.
-        ignored += DIGESTS["corpus"]
-    for name in ["teacher", "dtype", *DIGESTS, *sorted(wanted.keys() | there.keys())]:
+    ignored = DIGESTS["corpus"] if there["corpus"] else ()
+    for name in [*IDENTITY, *sorted(wanted.keys() | there.keys())]:
         if name in ignored or wanted.get(name) == there.get(name):
             continue
         has, makes = (
@@ -192,7 +186,7 @@ def open_labels(name: str, counts: tuple[int, ...] = ()) -> LabelledRows:
                     f"{str(folders[0])!r} of {first[field]!r}; give folders that agree"
                 )
         check_teacher(str(folder), index, str(folders[0]), first)
-    shape = ("vocab_size", "length", "features", "drafted", "labelled")
+    shape = ("vocab_size", "length", "features", "labelled")
     wanted = row_type(*(first[field] for field in shape))
     shards_of = [_open_shards(folder, wanted) for folder in folders]
     there = tuple(sum(map(len, shards)) for shards in shards_of)
@@ -228,10 +222,10 @@ def other_sources(there: int, before: int) -> UserError:
 def check_teacher(name: str, index: dict[str, Any], other_name: str, other: dict[str, Any]) -> None:
     """Raises `UserError` if the indices of two folders name different teachers.
 
-    Digests of weights decide within one dtype, names across two. A folder without a digest passes.
+    Digests of weights decide within one dtype, names across two.
     """
     field = "weights" if index["dtype"] == other["dtype"] else "teacher"
-    if index["weights"] and other["weights"] and index[field] != other[field]:
+    if index[field] != other[field]:
         raise UserError(
             f"{name!r} has labels of {index['teacher']!r} ({index['weights']}) and {other_name!r} of "
             f"{other['teacher']!r} ({other['weights']}), another teacher; label one of them again"
@@ -248,17 +242,12 @@ def check_features(config: ml_collections.ConfigDict, name: str, features: int) 
         )
 
 
-def drafted_of(rows: np.ndarray) -> np.ndarray:
-    """Returns bool [B, N]: the tokens after which a draft is requested; all in older folders."""
-    return rows["drafted"] if "drafted" in (rows.dtype.names or ()) else rows["segments"] > 0
-
-
 def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the batch of labelled rows [B].
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence, -1 at its
-      end), int32 [B, N]; `drafted`, bool [B, N], True at every token in older folders; with labels
+      end), int32 [B, N]; `drafted`, bool [B, N], the tokens after which a draft is requested; with labels
       `top` int32 and `log_probabilities` float32, [B, N, TOP]; with features `features` float16
       [B, N, F].
     """
@@ -274,7 +263,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
         "segments": segments,
         "positions": np.where(segments > 0, positions, 0).astype(np.int32),
         "targets": np.where(ends, -1, np.roll(tokens, -1, axis=1)).astype(np.int32),
-        "drafted": drafted_of(rows),
+        "drafted": rows["drafted"],
     }
     if "top" in fields:
         batch["top"] = rows["top"].astype(np.int32)
@@ -286,10 +275,10 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 def _index(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        index = {**OLDER, **parse_json(read_text(folder / INDEX))}
+        index = parse_json(read_text(folder / INDEX))
         if index["format"] != FORMAT or index["top"] != TOP:
             raise ValueError(f"format {index['format']!r} with {index['top']} labels a place")
-        if missing := [field for field in FIELDS if field not in index]:
+        if missing := [name for name in (*FIELDS, *IDENTITY, "shard") if name not in index]:
             raise ValueError(f"{INDEX} does not say {missing[0]}")
         return index
     except (OSError, ValueError, KeyError, TypeError) as error:

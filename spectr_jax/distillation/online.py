@@ -163,7 +163,7 @@ class OnlineRows:
     def _without_labels(self, rows: np.ndarray) -> np.ndarray:
         bare = np.zeros(len(rows), self._row_type)
         bare["tokens"], bare["segments"] = rows["tokens"], rows["segments"]
-        bare["drafted"] = labels.drafted_of(rows)
+        bare["drafted"] = rows["drafted"]
         return bare
 
 

@@ -131,7 +131,7 @@ def _student(
         else:
             tokens = tokens_by_mass(source, count)
         student = runs.Student(shape, tokens, source.vocabulary, source.counts)
-        runs.write_student(workdir, student, _teacher_name(config, source))
+        runs.write_student(workdir, student, config.teacher or source.teacher_name)
     hosts.wait_for_all("the student's shape is there")
     student = runs.read_student(workdir)
     if student.vocabulary != source.vocabulary:
@@ -207,13 +207,13 @@ def _initial_params(
     shape = student.shape
     if config.init:
         return nnx.state(_initial_student(config, shape, source), nnx.Param)
-    name = _teacher_name(config, source)
+    name = config.teacher or source.teacher_name
     teacher = load(name, "float32")
     fits = shape.features in (0, features_shown(teacher.model))
     if teacher.tokenizer.vocabulary != source.vocabulary or not fits:
         raise UserError(
             f"teacher={name!r}: is not the one that made the labels in {config.data.train!r}, "
-            f"{source.teacher_name or 'an older one'!r}; give that, or leave it out"
+            f"{source.teacher_name!r}; give that, or leave it out"
         )
     model = build(shape, student.head_tokens, nnx.Rngs(config.seed))
     embed, head = (getattr(teacher.model, part, None) for part in ("embed", "head"))
@@ -226,17 +226,6 @@ def _initial_params(
     elif hosts.is_first():
         print(f"{teacher.name!r} has no embedding to start from: the student's is random")
     return nnx.state(model, nnx.Param)
-
-
-def _teacher_name(config: ml_collections.ConfigDict, source: Source) -> str:
-    """Returns the teacher's name from the config, or else from the labels."""
-    name = config.teacher or source.teacher_name
-    if not name:
-        raise UserError(
-            f"teacher='': the labels in {config.data.train!r} do not name theirs; give "
-            "--config.teacher"
-        )
-    return name
 
 
 def _initial_student(

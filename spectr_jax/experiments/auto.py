@@ -20,7 +20,6 @@ from spectr_jax.utils.config import check_fields
 from spectr_jax.utils.errors import UserError
 
 NAME, BASELINE = "auto", "baseline"
-SEVERAL_HOSTS = False
 
 
 def run(

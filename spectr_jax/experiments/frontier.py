@@ -42,7 +42,6 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "frontier"
-SEVERAL_HOSTS = False
 SUPPORT = 3
 """The number of tokens to which distributions are limited for the comparison with the optimum."""
 SMALL = {"draft_length": 2, "stems": (0, 1), "paths": (2, 3)}

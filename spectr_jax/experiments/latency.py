@@ -32,7 +32,6 @@ from spectr_jax.utils.errors import UserError
 from spectr_jax.utils.files import write_figure
 
 NAME = "latency"
-SEVERAL_HOSTS = False
 
 
 def run(

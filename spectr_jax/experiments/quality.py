@@ -18,6 +18,7 @@ from flax import nnx
 
 from spectr_jax.data.corpus import Sentences, content_digest, open_sentences
 from spectr_jax.data.tokenizer import AnyTokenizer
+from spectr_jax.decoding.scoring import scores_of
 from spectr_jax.experiments.config import quality_config
 from spectr_jax.experiments.measure import measurement, report
 from spectr_jax.experiments.measure.bench import compiled_in_parallel
@@ -25,7 +26,6 @@ from spectr_jax.experiments.measure.finished import check_table
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.loading.by_name import check_dtype, load
 from spectr_jax.loading.pairs import load_alone
-from spectr_jax.models.layers.attention import causal
 from spectr_jax.models.vocabulary import Constant
 from spectr_jax.training.heldout import Heldout, evaluate
 from spectr_jax.utils import sharding
@@ -33,7 +33,6 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "quality"
-SEVERAL_HOSTS = False
 SEPARATOR = "<|endoftext|>"
 """Precedes each training document of models that add no BOS, such as GPT-2, SmolLM and Qwen."""
 WIDTH = 32
@@ -150,28 +149,25 @@ def _scores(
 def batches(texts: Sequence[Sequence[int]], rows: int, context: int) -> list[dict[str, np.ndarray]]:
     """Returns batches of sequences, the shortest sequences first.
 
-    A batch has `inputs`, `targets` and `real`, 1 for scored tokens. It is as long as its longest
-    sequence, rounded up to a multiple of `WIDTH` and at most `context`.
+    A batch has `tokens`, and `real`, 1 for all scored tokens, which are those after the first. It
+    scores as many places as its longest sequence, rounded up to a multiple of `WIDTH` and at most
+    `context`.
     """
     ordered, result = sorted(texts, key=len), []
     for start in range(0, len(ordered), rows):
         chosen = ordered[start : start + rows]
         width = min(-(-(len(chosen[-1]) - 1) // WIDTH) * WIDTH, context)
-        batch = {name: np.zeros((rows, width), np.int32) for name in ("inputs", "targets", "real")}
+        tokens, real = np.zeros((rows, width + 1), np.int32), np.zeros((rows, width), np.int32)
         for row, text in enumerate(chosen):
-            for name, values in (("inputs", text[:-1]), ("targets", text[1:]), ("real", 1)):
-                batch[name][row, : len(text) - 1] = values
-        result.append(batch)
+            tokens[row, : len(text)] = text
+            real[row, : len(text) - 1] = 1
+        result.append({"tokens": tokens, "real": real})
     return result
 
 
 def _nats(graphdef, state, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the summed nats of a batch, those of an early exit (0), and the number of tokens."""
-    inputs = batch["inputs"]
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    logits, _ = nnx.merge(graphdef, state).extend(inputs, positions, causal(jnp.zeros_like(inputs)))
-    chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    nats = jax.nn.logsumexp(logits, axis=-1) - chosen
+    nats = -scores_of(nnx.merge(graphdef, state), batch["tokens"]).logprobs
     return jnp.sum(jnp.where(batch["real"] > 0, nats, 0)), jnp.zeros(()), jnp.sum(batch["real"])
 
 

@@ -41,7 +41,6 @@ from spectr_jax.utils.files import digest, write_figure
 from spectr_jax.utils.progress import progress
 
 NAME, BASELINE = "spec_bench", "baseline"
-SEVERAL_HOSTS = False
 PARTS = 8
 """Number of parts of an answer in which acceptance is counted."""
 

@@ -28,7 +28,6 @@ from spectr_jax.experiments.measure.acceptance import (
     PairAcceptance,
     observe_drafts,
     observe_nodes,
-    shares,
 )
 from spectr_jax.experiments.measure.bench import Bench
 from spectr_jax.experiments.measure.journal import Journal
@@ -42,7 +41,6 @@ from spectr_jax.utils.config import check_fields, check_positive
 from spectr_jax.utils.errors import UserError
 
 NAME = "trees"
-SEVERAL_HOSTS = False
 ROWS_AT_ONCE = 16
 """Number of rows whose programs are compiled in parallel and kept."""
 
@@ -121,7 +119,11 @@ def check_trees_config(config: ml_collections.ConfigDict) -> None:
                 f"extra_trees={spec!r}: has {tree.size} nodes, but the largest of sizes is {most}; "
                 "add its size, or leave it out"
             )
-    measurement.check_has_acceptance(config)
+    if config.temperature == 0 and not config.draft_temperature:
+        raise UserError(
+            "temperature=0.0: greedy drafts have no acceptance to measure; "
+            "give a positive temperature, or a draft_temperature such as 0.7"
+        )
     for name in config.methods:
         chains = [on_tree(name, tree_lib.chain(size)) for size in config.sizes]
         if not get_method(name).needs_draft or not any(chains):
@@ -174,7 +176,9 @@ def measure_acceptance(bench: Bench) -> PairAcceptance:
         contender = Contender(walked, bench.drafts[0], observe_drafts(iid))
         # One batch of prompts, because SpecTr++ takes half a minute per call for all k together.
         counts = bench.measured("carriers", contender, config.seeds[0], batches=1).observed
-        carriers = {name: shares(table) for name, table in counts.items()}
+        carriers = {
+            name: table / table.sum(axis=1, keepdims=True) for name, table in counts.items()
+        }
     kl = float(np.mean(divergences)) if divergences else np.nan
     return PairAcceptance(R, nodes, carriers, kl)
 

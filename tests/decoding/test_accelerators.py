@@ -108,8 +108,6 @@ def _stops(jaxpr):
     ("rows", "name", "options"),
     [
         (1, "speculative", {"draft_length": 2}),
-        pytest.param(3, "otm_layer", {"tree": "2,1"}, marks=pytest.mark.slow),
-        pytest.param(1, "traversal", {"tree": "2,1"}, marks=pytest.mark.slow),
         (1, "lookup", {"tree": "2,1"}),
         (3, "recycle", {"tree": "2,1"}),
     ],

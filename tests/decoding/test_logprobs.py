@@ -60,8 +60,6 @@ def expected(out, policy, process=None):
     [
         ("otm_block", {"tree": "2,2"}),
         ("baseline", {}),
-        pytest.param("otm_layer", {"tree": "2,1"}, marks=pytest.mark.slow),
-        pytest.param("self_speculative", {}, marks=pytest.mark.slow),
         pytest.param("lookup", {}, marks=pytest.mark.slow),
     ],
 )

@@ -95,10 +95,7 @@ def test_rows_follow_their_own_policies():
         assert chi_square.p_value(counts[number], expected) > 1e-4
 
 
-@pytest.mark.parametrize("on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_row_with_its_own_policy_equals_the_row_alone(on_cpu, monkeypatch):
-    monkeypatch.setattr(backend, "on_cpu", lambda: on_cpu)
-    jax.clear_caches()
+def test_a_row_with_its_own_policy_equals_the_row_alone():
     models = [TableModel(random_table(seed, 100)) for seed in (0, 1)]
     method = get_method("speculative", draft_length=2)
     rng = np.random.default_rng(0)

@@ -1,8 +1,6 @@
 """Prompt lookup: the drafted tokens, their acceptance, and calls without drafts."""
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -309,14 +307,3 @@ def test_only_methods_that_draft_with_a_model_need_one():
 def test_invalid_lookup_options_and_drafters_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
-
-
-@pytest.mark.slow
-def test_sample_with_lookup_needs_no_draft_model(tmp_path):
-    prompt, page = "The committee will meet again. The committee", tmp_path / "page.html"
-    flags = ["--target=2m", "--method=lookup", "--max_new_tokens=8", "--temperature=0"]
-    flags += [f"--prompt={prompt}", f"--html={page}"]
-    command = [sys.executable, "-m", "spectr_jax.sample", *flags]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert shown.startswith(prompt) and "lookup: 8 tokens in " in shown
-    assert "token of the target" in page.read_text() or "accepted draft" in page.read_text()

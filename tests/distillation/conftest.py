@@ -24,7 +24,9 @@ def about(teacher, /, **more):
     """Returns the fields that identify labels of `teacher`, as `claim_folder` takes them."""
     size = teacher.model.vocab_size
     found = {"vocabulary": teacher.tokenizer.vocabulary, "vocab_size": size, "context": 64}
-    return {**found, "length": LENGTH, **more}
+    found |= {"length": LENGTH, "features": 0, "labelled": True, "shard": 512}
+    found |= dict.fromkeys(("dtype", "weights", "text", "corpus", "content"), "")
+    return {**found, "teacher": "school:teacher", "sentences": 0, **more}
 
 
 @pytest.fixture(scope="session")

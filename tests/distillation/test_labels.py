@@ -151,19 +151,19 @@ def test_labelling_resumes_and_reports_damaged_or_mismatched_folders(teacher, se
 def test_labels_of_different_teachers_are_not_mixed(teacher, sentences, tmp_path):
     """Folders may hold labels of one teacher in several dtypes, but not of several teachers.
 
-    An index without shards is replaced. An index of an older version is still read.
+    An index without shards is replaced.
     """
     mine = about(teacher, teacher="school:teacher", dtype="int8", weights="aaa")
     row_type, fill = labels.row_type(teacher.model.vocab_size, LENGTH), teaching.labeller(teacher)
     texts = teaching.read_texts(sentences, teacher.tokenizer)
-    folders = [tmp_path / name for name in ("one", "two", "three", "old")]
+    folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder, changed in zip(
-        folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}, {}), strict=True
+        folders, ({}, {"weights": "bbb"}, {"dtype": "float32", "weights": "ccc"}), strict=True
     ):
         labels.claim_folder(folder, {**mine, "length": 12})
         labels.claim_folder(folder, {**mine, **changed})
         teaching.write_labels(folder, texts, 10, fill, row_type)
-    one, two, three, old = map(str, folders)
+    one, two, three = map(str, folders)
     with pytest.raises(
         UserError,
         match=r"of 'school:teacher' .bbb. and .* of 'school:teacher' .aaa., another teacher",
@@ -177,37 +177,15 @@ def test_labels_of_different_teachers_are_not_mixed(teacher, sentences, tmp_path
         match="has labels of weights='aaa', dtype='int8', this command makes weights='bbb', dtype=",
     ):
         labels.claim_folder(folders[0], {**mine, "weights": "bbb"})
-    index = json.loads((folders[3] / labels.INDEX).read_text())
-    (folders[3] / labels.INDEX).write_text(
-        json.dumps({name: index[name] for name in index if name not in labels.OLDER})
-    )
-    narrow = np.dtype([(name, row_type[name]) for name in row_type.names if name != "drafted"])
-    rows = np.load(folders[3] / "labels-00000.npy")
-    np.save(
-        folders[3] / "labels-00000.npy",
-        np.array([tuple(row[name] for name in narrow.names) for row in rows], narrow),
-    )
-    batch = labels.batch_of(labels.open_labels(old).take(np.arange(2)))
-    np.testing.assert_array_equal(batch["drafted"], batch["segments"] > 0)
-    with pytest.raises(
-        UserError, match=r"has labels of drafted=False and .* of True; give folders that agree"
-    ):
-        labels.open_labels(f"{one},{old}")
 
 
-def test_labels_of_different_corpora_are_not_mixed(tmp_path):
-    """The digest identifies a corpus, so its path may change. Older indices lack the digest."""
-    about = {
-        "teacher": "school:teacher",
-        "vocabulary": "abc",
-        "vocab_size": 300,
-        "context": 64,
-        "length": LENGTH,
-    }
-    about |= {"text": "text/*", "sentences": 5, "corpus": "aaa"}
-    labels.claim_folder(tmp_path / "labels", about)
+def test_labels_of_different_corpora_are_not_mixed(teacher, tmp_path):
+    """The digest identifies a corpus, so its path may change. Chats have no digest."""
+    text = {"text": "text/*", "sentences": 5, "corpus": "aaa"}
+    ours = about(teacher, **text)
+    labels.claim_folder(tmp_path / "labels", ours)
     labels.shard_path(tmp_path / "labels", 0).write_bytes(b"")
-    labels.claim_folder(tmp_path / "labels", {**about, "text": "/home/me/text/*"})
+    labels.claim_folder(tmp_path / "labels", {**ours, "text": "/home/me/text/*"})
     for changed, told in (
         (
             {"corpus": "bbb"},
@@ -219,23 +197,20 @@ def test_labels_of_different_corpora_are_not_mixed(tmp_path):
         ),
     ):
         with pytest.raises(UserError, match=f"has labels of {told}"):
-            labels.claim_folder(tmp_path / "labels", {**about, **changed})
-    index = json.loads((tmp_path / "labels" / labels.INDEX).read_text())
-    del index["corpus"]  # Older indices lack this field.
-    (tmp_path / "labels" / labels.INDEX).write_text(json.dumps(index))
-    labels.claim_folder(tmp_path / "labels", about)
-    with pytest.raises(
-        UserError, match="has labels of sentences=5, this command makes sentences=6"
-    ):
-        labels.claim_folder(tmp_path / "labels", {**about, "sentences": 6})
+            labels.claim_folder(tmp_path / "labels", {**ours, **changed})
+    chats = {**ours, "text": "", "sentences": 0, "corpus": ""}
+    labels.claim_folder(tmp_path / "chats", chats)
+    labels.shard_path(tmp_path / "chats", 0).write_bytes(b"")
+    with pytest.raises(UserError, match="has labels of corpus='', text='', sentences=0, this"):
+        labels.claim_folder(tmp_path / "chats", ours)
     labels.shard_path(tmp_path / "labels", 0).rename(
         tmp_path / "labels/labels-00000.npy.123.partial"
     )
     # A command that was killed during its first shard leaves only this partial file.
-    labels.claim_folder(tmp_path / "labels", about)
+    labels.claim_folder(tmp_path / "labels", ours)
     (tmp_path / "labels/text.txt").write_text("A user's own.")
     with pytest.raises(UserError, match=r"--out=.*labels: has other files, such as 'text.txt'"):
-        labels.claim_folder(tmp_path / "labels", about)
+        labels.claim_folder(tmp_path / "labels", ours)
 
 
 def test_the_last_shard_has_the_remaining_sequences(teacher, sentences):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spectr_jax import Policy, generate, get_method, load
+from spectr_jax import load
 from spectr_jax.distillation import labels, losses, online, programs, students, training
 from spectr_jax.distillation import teacher as teaching
 from spectr_jax.models.formats import runs
@@ -193,8 +193,8 @@ def test_a_stopped_online_run_resumes_bit_for_bit(config, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_training_adds_a_feature_layer_to_a_trained_draft(config, teacher, sentences, tmp_path):
-    """Training starts from the draft and learns to use the added layer. Decoding stays exact."""
+def test_training_adds_a_feature_layer_to_a_trained_draft(config, teacher, tmp_path):
+    """Training starts from the draft and learns to use the added layer."""
     tokens = np.arange(KEPT, dtype=np.int32)
     shape = LlamaConfig(
         1,
@@ -224,13 +224,6 @@ def test_training_adds_a_feature_layer_to_a_trained_draft(config, teacher, sente
     np.testing.assert_array_equal(
         learnt.model.head.tokens[...], nnx.state(draft, Constant)["head"]["tokens"][...]
     )
-    prompts, lengths = teacher.tokenizer.prompts(sentences[:3])
-    greedy, key = Policy(temperature=0.0), jax.random.key(0)
-    expected = generate(key, get_method("baseline"), teacher, None, prompts, lengths, 8, greedy)
-    made = generate(
-        key, get_method("block", draft_length=2), teacher, learnt, prompts, lengths, 8, greedy
-    )
-    np.testing.assert_array_equal(made.tokens, expected.tokens)
 
 
 def test_online_training_reads_rows_without_labels(config, teacher, sentences, tmp_path):

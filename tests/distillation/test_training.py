@@ -142,10 +142,9 @@ def test_heldout_scores_equal_those_of_whole_distributions(config, folder, teach
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
-def test_training_raises_the_acceptance_rate(config, folder, loss):
+def test_training_raises_the_acceptance_rate(config, folder):
     training.distil(
-        config(loss=loss, steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run"
+        config(loss="lk_hybrid", steps=50, **{"optimizer.learning_rate": 0.03}), folder / "run"
     )
     logged = [
         record["alpha_1"]
@@ -184,7 +183,7 @@ def test_a_stopped_distillation_resumes_bit_for_bit(config, folder, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_trained_student_drafts_for_its_teacher(config, folder, teacher, sentences, monkeypatch):
+def test_a_trained_student_is_exported_and_loaded(config, folder, monkeypatch):
     training.distil(config(steps=12, eval_every=6), folder / "run")
     flags.FLAGS.mark_as_parsed()
     for dtype in ("bfloat16", "int8"):
@@ -197,19 +196,10 @@ def test_a_trained_student_drafts_for_its_teacher(config, folder, teacher, sente
     with flagsaver.flagsaver(model=".", out=str(folder / "here"), dtype=None):
         export.main()
     assert (folder / "here/run.safetensors").exists() and load(".@best").name == "run"
-    target, drafts = load_pair(
-        "school:teacher", (str(folder / "int8/run"), str(folder / "run@best")), "float32"
-    )
-    stored, best = drafts
+    specs = str(folder / "int8/run"), str(folder / "run@best")
+    _, (stored, best) = load_pair("school:teacher", specs, "float32")
     assert stored.model.config == best.model.config and stored.name == best.name == "run"
     np.testing.assert_array_equal(stored.model.head.tokens[...], best.model.head.tokens[...])
-    prompts, lengths = target.tokenizer.prompts(sentences[:3])
-    key, method = jax.random.key(0), get_method("otm_layer", tree="2,1")
-    whole = generate(key, get_method("baseline"), target, None, prompts, lengths, 8)
-    assert (
-        whole.tokens.shape
-        == generate(key, method, target, stored, prompts, lengths, 8).tokens.shape
-    )
     with pytest.raises(UserError, match="'run' is a draft and has no tokenizer of its own"):
         stored.tokenizer.encode("draft")
     monkeypatch.setattr(
@@ -292,9 +282,8 @@ def test_bfloat16_students_get_gradients_through_their_cache(config, folder, tea
         made = config(**SEES, **{"model.dtype": dtype})
         shape = training.student_config(made.model, teacher.model.vocab_size, 64)
         student = students.build(shape, np.arange(KEPT, dtype=np.int32), nnx.Rngs(3))
-        found = nnx.grad(lambda model: jnp.sum(jnp.square(students.levels(model, batch, 2)[1])))(
-            student
-        )
+        squares = nnx.grad(lambda model: jnp.sum(jnp.square(students.levels(model, batch, 2)[1])))
+        found = nnx.jit(squares)(student)
         return np.asarray(found["blocks"][0]["qkv"]["kernel"][...], np.float32)
 
     in_float32, in_bfloat16 = gradient("float32"), gradient("bfloat16")
@@ -327,7 +316,7 @@ def test_a_student_that_sees_features_drafts_for_its_teacher(
         export.main()
     target, (draft,) = load_pair("school:teacher", (str(folder / "int8/run"),), "int8")
     prompts, lengths = target.tokenizer.prompts(sentences[:3])
-    method, greedy = get_method("otm_layer", tree="2,1"), Policy(temperature=0.0)
+    method, greedy = get_method("block", draft_length=2), Policy(temperature=0.0)
     expected = generate(
         jax.random.key(0), get_method("baseline"), target, None, prompts, lengths, 8, greedy
     )
@@ -361,7 +350,6 @@ def test_invalid_distillation_configs_and_labels_are_refused(config, folder, tea
         "head_tokens=999: must be at most vocab_size": {"model.head_tokens": 999},
         "no labels that can be read": {"data.train": str(folder / "none")},
         "no model at 'none'": {"teacher": "none"},
-        "teacher='': the labels in .* do not name theirs": {"teacher": ""},
         "model.width=18: .* model.heads=2": {"model.width": 18},
         r"model.feature_layers=\(1,\): .* online=True": {**SEES, "model.feature_layers": (1,)},
     }

@@ -188,7 +188,7 @@ def _greedy(target, turns):
             get_method("baseline"),
             target,
             None,
-            [prompt],
+            [prompt + [0] * (128 - len(prompt))],
             [len(prompt)],
             NEW,
             policy,

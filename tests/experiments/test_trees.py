@@ -34,7 +34,7 @@ from spectr_jax.utils.errors import UserError
 IID = [name for name in METHODS if tree_search.statistic(get_method(name)) == "carriers"]
 TABLE = random_table(0, 4)
 DRAFT = perturbed(TABLE, 1, 0.8)
-MEASURED = ("speculative", "otm_block", "otm_layer", "gsd", "ersd", "greedy_drafts")
+MEASURED = ("speculative", "gsd", "ersd", "greedy_drafts")
 """The methods of the toy table, which cover each kind of drafts and of verifiers."""
 P, Q, SEQUENCES = DRAFT[1, 2], TABLE[1, 2], 20_000
 

@@ -81,7 +81,7 @@ def test_float_products_equal_float64(level, inputs, outputs, rows, dtype):
     ("tokens", "slots", "heads", "kv_heads", "width"),
     [(1, 130, 9, 3, 64), (5, 19, 4, 4, 6), (16, 40, 6, 1, 33)],
 )
-def test_attention_equals_that_of_jax(level, tokens, slots, heads, kv_heads, width, dtype):
+def test_attention_equals_that_of_jax(tokens, slots, heads, kv_heads, width, dtype):
     rng = np.random.default_rng(slots)
     sizes = ((2, tokens, heads, width), (2, slots, kv_heads, width), (2, slots, kv_heads, width))
     q, k, v = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)

@@ -86,10 +86,6 @@ def test_packed_sentences_do_not_attend_to_each_other(model):
 
 MODELS = {
     "transformer": lambda: Transformer(SHAPE, rngs=nnx.Rngs(0)),
-    "learned positions": lambda: Transformer(
-        dataclasses.replace(SHAPE, layers=2, attention_bias=True, learned_positions=True),
-        rngs=nnx.Rngs(0),
-    ),
     "table": lambda: TableModel(random_table(0, 29)),
 }
 

@@ -24,7 +24,7 @@ def tokenizer(corpus, tmp_path_factory):
     return train_tokenizer(lines, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 320)
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("rows", [2, 16])
 def test_heldout_scores_equal_those_of_single_sentences(config, tokenizer, rows):
     """Scores are means over all tokens, for any packing. Sentences that do not fit are left out."""
     run = config(batch_size=rows, **{"model.context": 28, "model.dropout": 0.0})

@@ -64,7 +64,7 @@ config = eval_config()
 config.update({"prompts": prompts, "num_prompts": 13, "batch_size": 8, "max_new_tokens": 9})
 target, draft = load(folder + "/whole"), load(folder + "/draft")
 prompts = read_prompts(config, target.tokenizer)
-program = Contender(get_method("otm_block", tree="2,1"), draft)
+program = Contender(get_method("speculative", draft_length=2), draft)
 done = Bench(config, target, [draft], prompts, None).run(program, seed=3)
 print(done.tokens, done.calls)
 """
@@ -147,14 +147,14 @@ def _start_two(start, workdir, **changes):
         (f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}")
         for index in range(2)
     ]
-    return [start(workdir, *each, env=_devices(4), **changes) for each in flags]
+    return [start(workdir, *each, env=_devices(2), **changes) for each in flags]
 
 
 @pytest.mark.slow
 def test_two_processes_train_stop_and_resume_as_one(
     one, config, start, wait_for_step, losses, tmp_path
 ):
-    """Two processes of four devices have the losses of one device. After SIGTERM to one of them,
+    """Two processes of two devices have the losses of one device. After SIGTERM to one of them,
     both save and stop. If one is killed, the other exits, and a single process resumes the run."""
     workdir = tmp_path / "run"
     processes = _start_two(start, workdir, **{**CHANGES, **ENDLESS})
@@ -188,11 +188,11 @@ def test_two_processes_train_stop_and_resume_as_one(
 
 @pytest.mark.slow
 def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
-    """One device, and two processes of four devices each, emit the same number of tokens in the same
+    """One device, and two processes of two devices each, emit the same number of tokens in the same
     number of target calls. The models are loaded from workdirs."""
     command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
     port = f"localhost:{_free_port()}"
-    runs = [(1, []), (4, [port, "0"]), (4, [port, "1"])]
+    runs = [(1, []), (2, [port, "0"]), (2, [port, "1"])]
     processes = [
         subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True)
         for count, flags in runs

@@ -29,7 +29,6 @@ from spectr_jax.utils.config import check_fields, check_positive, config_hash, t
 from spectr_jax.utils.errors import unknown
 
 NAME = "figures"
-SEVERAL_HOSTS = False
 
 
 def run(

@@ -170,8 +170,3 @@ def observe_drafts(methods: tuple[Method, ...]) -> Callable[[Call], dict[str, ja
         return counts
 
     return observe
-
-
-def shares(counts: np.ndarray) -> np.ndarray:
-    """Returns counts [k, m] as probabilities: those of each k sum to 1."""
-    return counts / counts.sum(axis=1, keepdims=True)

@@ -108,15 +108,6 @@ def mesh_of(config: ml_collections.ConfigDict) -> Mesh | None:
     return sharding.make_mesh(model=model) if max(jax.device_count(), model) > 1 else None
 
 
-def check_has_acceptance(config: ml_collections.ConfigDict) -> None:
-    """Raises `UserError` if both target and drafts are greedy."""
-    if config.temperature == 0 and not config.draft_temperature:
-        raise UserError(
-            "temperature=0.0: greedy drafts have no acceptance to measure; "
-            "give a positive temperature, or a draft_temperature such as 0.7"
-        )
-
-
 def policies_of(
     config: ml_collections.ConfigDict, eos: int | tuple[int, ...]
 ) -> tuple[Policy, Policy]:

@@ -7,16 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from flax import nnx
 
-from spectr_jax.decoding import get_method
 from spectr_jax.experiments.config import auto_config
 from spectr_jax.experiments.measure import bench
-from spectr_jax.experiments.measure.call_times import (
-    PHASES,
-    call_runs,
-    call_timer,
-    phase_timers,
-    timed,
-)
+from spectr_jax.experiments.measure.call_times import call_runs, call_timer, timed
 from spectr_jax.experiments.measure.journal import Journal
 from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils import backend
@@ -39,14 +32,6 @@ def test_the_call_timer_returns_a_positive_time(model):
 def test_call_runs_reuses_the_donated_cache(model):
     run = call_runs(model, 2, 3, context=8)
     assert run() > 0 and run() > 0
-
-
-@pytest.mark.slow
-def test_each_phase_and_the_whole_call_are_timed(model, journal):
-    method = get_method("otm_block", tree="2,1")
-    timers = functools.partial(phase_timers, method, model, model, batch=2, context=8)
-    seconds = timed(journal, "phases", {"a call": timers})["a call"]
-    assert set(seconds) == {*PHASES, "call"} and min(seconds.values()) > 0
 
 
 def test_all_timers_compile_before_any_measures(journal):

@@ -69,8 +69,8 @@ def test_text_and_chats_are_those_of_transformers(tmp_path):
     padded = np.zeros((20, max(lengths)), int)
     for row, each in zip(padded, tokens, strict=True):
         row[: len(each)] = each
-    method = get_method("otm_block", tree="2,1")
-    out = generate(jax.random.key(0), method, model, model, padded, lengths, 12, policy=GREEDY)
+    rows = get_method("baseline"), model, None, padded, lengths, 12
+    out = generate(jax.random.key(0), *rows, policy=GREEDY)
     for row, length, text in zip(np.asarray(out.tokens), lengths, texts, strict=True):
         assert model.tokenizer.decode(row[length : length + 12]) == text
 
