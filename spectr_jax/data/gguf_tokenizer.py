@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file's metadata, of bytes or like SentencePiece's, with the meaning that
 llama.cpp gives them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ Pairs = list[tuple[str, ...]]
 class _Values:
     """The values of the tokenizer in the metadata of a file that errors name as `source`."""
 
-    def __init__(self, metadata: Mapping[str, Any], source: str):
+    def __init__(self, metadata: Any, source: str):
         self.metadata, self.source = metadata, source
 
     def damaged(self, problem: str) -> UserError:
@@ -59,7 +59,7 @@ class _Values:
         return value
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HuggingFaceTokenizer:
+def gguf_tokenizer(metadata: Any, source: str) -> HuggingFaceTokenizer:
     """Returns the tokenizer that a file's metadata describe. Errors name the file as `source`.
 
     Raises:
