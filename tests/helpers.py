@@ -1,8 +1,13 @@
 """What several files of tests share, besides the fixtures of `conftest.py`."""
 
 import functools
+import json
+import os
 import pathlib
 import runpy
+import socket
+import subprocess
+import sys
 import types
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -26,3 +31,28 @@ def stopping(function, calls, *at):
         return function(*args, **kwargs)
 
     return wrapped
+
+
+def virtual_devices(count):
+    """Returns the environment of a process that sees `count` devices of a CPU."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return {**os.environ, "XLA_FLAGS": flags}
+
+
+def started(devices, *command):
+    """Returns a Python program that has started on some virtual devices."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], env=virtual_devices(devices), **streams)
+
+
+def answers(*programs):
+    """Returns the JSON in the last line that each program prints, when all have ended."""
+    outputs = [program.communicate() for program in programs]
+    assert not any(program.returncode for program in programs), outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]

@@ -71,10 +71,7 @@ def labelled(rows_of: Iterable[np.ndarray], target: Trained) -> Iterator[np.ndar
             filled = np.zeros(len(rows), labels.row_type(target.model.vocab_size, length))
             for field in ("tokens", "segments", "drafted"):
                 filled[field] = rows[field]
-            for start in range(0, len(rows), teaching.ROWS):
-                part = filled[start : start + teaching.ROWS]
-                fill(part)
-                bar.update(int(part["segments"].max(axis=1).sum()))
+            teaching.fill_rows(fill, filled, bar)
             yield filled
 
 

@@ -275,6 +275,14 @@ def shard_size(count: int, writes: bool) -> int:
     return -(-count // -(-count // largest))
 
 
+def fill_rows(fill: Callable[[np.ndarray], None], rows: np.ndarray, bar: tqdm.tqdm) -> None:
+    """Calls `fill` on `ROWS` rows at a time, and shows their sequences on the bar."""
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
+        fill(part)
+        bar.update(int(part["segments"].max(axis=1).sum()))
+
+
 def write_labels(
     folder: pathlib.Path,
     texts: Texts,
@@ -293,10 +301,7 @@ def write_labels(
                 path = labels.shard_path(folder, number)
                 if not path.exists():
                     rows = pack_rows(texts(first, first + shard), row_type)
-                    for start in range(0, len(rows), ROWS):
-                        part = rows[start : start + ROWS]
-                        fill(part)
-                        bar.update(int(part["segments"].max(axis=1).sum()))
+                    fill_rows(fill, rows, bar)
                     file = io.BytesIO()
                     np.save(file, rows)
                     write_whole(path, file.getvalue())

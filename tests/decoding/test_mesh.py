@@ -1,16 +1,12 @@
 """Tests of decoding with a model split over devices, in processes with eight virtual devices."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from helpers import names_in
+from helpers import answers, free_port, names_in, started
 
 PROGRAM = pathlib.Path(__file__).with_name("on_devices.py")
 MESHES = [(1, 8), (2, 4)]
@@ -19,20 +15,11 @@ MESHES = [(1, 8), (2, 4)]
 
 def _begun(devices, check, *process, **arguments):
     """Starts a check of on_devices.py in a process with some virtual devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [sys.executable, PROGRAM, check, json.dumps(arguments), *process],
-        env={**os.environ, "XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return started(devices, PROGRAM, check, json.dumps(arguments), *process)
 
 
 def _found(begun):
-    out, errors = begun.communicate()
-    assert begun.returncode == 0, errors
-    return json.loads(out.splitlines()[-1])
+    return answers(begun)[0]
 
 
 def test_logits_of_split_decoders_equal_those_of_one_device():
@@ -70,9 +57,7 @@ def test_two_processes_emit_the_tokens_of_one():
     one = _found(_begun(8, "tokens", shapes=MESHES))
     assert one["1x8"] == one["2x4"] == one["slots"] == one["context"]
     assert one["stream"] == one["alone"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        where = f"localhost:{free.getsockname()[1]}"
+    where = f"localhost:{free_port()}"
     both = [_begun(4, "tokens", where, str(number), shapes=MESHES) for number in (0, 1)]
     for found in map(_found, both):
         assert found == {name: one[name] for name in ("1x8", "2x4", "slots")}

@@ -1,16 +1,15 @@
 """Tests that a run is the same on one device, on eight devices and in two processes."""
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from helpers import answers, free_port, started, virtual_devices
 from spectr_jax.training import preparation
 from spectr_jax.training.loop import train
 from spectr_jax.training.metrics import read_metrics
@@ -66,13 +65,8 @@ target, draft = load(folder + "/whole"), load(folder + "/draft")
 prompts = read_prompts(config, target.tokenizer)
 program = Contender(get_method("speculative", draft_length=2), draft)
 done = Bench(config, target, [draft], prompts, None).run(program, seed=3)
-print(done.tokens, done.calls)
+print([done.tokens, done.calls])
 """
-
-
-def _devices(count):
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {**os.environ, "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={count}"}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def eight(one, fields, tmp_path_factory):
     result = subprocess.run(
         [sys.executable, "-c", TRAIN_ON_EIGHT],
         input=json.dumps(runs),
-        env=_devices(8),
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
     )
@@ -135,19 +129,13 @@ def test_a_run_resumes_on_a_different_number_of_devices(one, eight):
     _check_same_metrics(one / "half", one / "whole")
 
 
-def _free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
 def _start_two(start, workdir, **changes):
-    port = _free_port()
+    port = free_port()
     flags = [
         (f"--coordinator=localhost:{port}", "--processes=2", f"--process_id={index}")
         for index in range(2)
     ]
-    return [start(workdir, *each, env=_devices(2), **changes) for each in flags]
+    return [start(workdir, *each, env=virtual_devices(2), **changes) for each in flags]
 
 
 @pytest.mark.slow
@@ -190,16 +178,11 @@ def test_two_processes_train_stop_and_resume_as_one(
 def test_decoding_totals_do_not_depend_on_devices_or_processes(one, corpus):
     """One device, and two processes of two devices each, emit the same number of tokens in the same
     number of target calls. The models are loaded from workdirs."""
-    command = [sys.executable, "-c", DECODING, str(one), str(corpus / "heldout.txt")]
-    port = f"localhost:{_free_port()}"
+    command = "-c", DECODING, str(one), str(corpus / "heldout.txt")
+    port = f"localhost:{free_port()}"
     runs = [(1, []), (2, [port, "0"]), (2, [port, "1"])]
-    processes = [
-        subprocess.Popen([*command, *flags], env=_devices(count), stdout=subprocess.PIPE, text=True)
-        for count, flags in runs
-    ]
-    answers = [process.communicate()[0].splitlines()[-1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3
-    assert len(set(answers)) == 1 and int(answers[0].split()[0]) > 13
+    totals = answers(*(started(devices, *command, *flags) for devices, flags in runs))
+    assert totals[0] == totals[1] == totals[2] and totals[0][0] > 13
 
 
 @pytest.mark.parametrize(

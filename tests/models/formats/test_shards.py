@@ -4,12 +4,7 @@ One process of eight devices and two processes of four load the same files.
 """
 
 import dataclasses
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import gguf
 import jax
@@ -18,7 +13,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from helpers import names_in
+from helpers import answers, free_port, names_in, started
 from spectr_jax.data.hugging_face import HuggingFaceTokenizer
 from spectr_jax.models import parallel
 from spectr_jax.models.formats import hf_llama
@@ -180,36 +175,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def _start(folder, devices, *flags):
-    given = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), *flags],
-        env={**os.environ, "XLA_FLAGS": given},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _answers(processes):
-    outputs = [process.communicate() for process in processes]
-    assert not any(process.returncode for process in processes), outputs
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
-
-
 @pytest.fixture(scope="module")
 def one(folder):
     """Returns what a process with eight devices found."""
-    return _answers([_start(folder, 8)])[0]
+    return answers(started(8, "-c", PROGRAM, folder))[0]
 
 
 @pytest.fixture(scope="module")
 def two(folder):
     """Returns what two processes with four devices each found."""
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        port = bound.getsockname()[1]
-    return _answers([_start(folder, 4, f"localhost:{port}", str(index)) for index in range(2)])
+    port = f"localhost:{free_port()}"
+    return answers(*(started(4, "-c", PROGRAM, folder, port, str(index)) for index in range(2)))
 
 
 def _values(config: LlamaConfig, devices: int) -> tuple[int, int]:
