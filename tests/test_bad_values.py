@@ -173,6 +173,7 @@ def test_padding_of_prompts_does_not_count_towards_the_context():
         generate(jax.random.key(0), get_method("baseline"), model, None, prompts, [10], 7)
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_shorter_context_keeps_outputs_exact():
     rows, length, prompt = 6000, 4, (1, 2)
     target, draft = TableModel(TABLE), TableModel(perturbed(TABLE, 1, 0.5), context=3)

@@ -155,6 +155,7 @@ def test_a_verifier_refuses_trees_that_it_is_not_exact_for():
         decoding.Method("bad", decoding.tree.parse("1,2"), MultiPath())
 
 
+@pytest.mark.slow
 def test_the_verifier_of_contributing_md_passes_its_checks(monkeypatch):
     monkeypatch.setattr(decoding.methods, "METHODS", dict(decoding.METHODS))
     monkeypatch.setattr(checks, "GENERATIONS", 24_000)

@@ -108,8 +108,8 @@ def _stops(jaxpr):
     ("rows", "name", "options"),
     [
         (1, "speculative", {"draft_length": 2}),
-        (1, "lookup", {"tree": "2,1"}),
-        (3, "recycle", {"tree": "2,1"}),
+        pytest.param(1, "lookup", {"tree": "2,1"}, marks=pytest.mark.slow),
+        pytest.param(3, "recycle", {"tree": "2,1"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_accelerator_program_generates_the_tokens_of_the_cpu(rows, name, options, monkeypatch):

@@ -106,6 +106,7 @@ def test_bad_keys_meshes_and_methods_are_refused(change, message):
         generate(**given, prompts=[[1], [1]], prompt_lengths=[1, 1], max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_mesh_does_not_change_sequences():
     policy = Policy([1.0, 0.0, 0.5, 1.0], top_k=[0, 3, 4, 0], process=bias({3: 2.0}))
     rows = [[1, 2]] * 4, [2, 1, 2, 1], 8, policy

@@ -35,6 +35,7 @@ def _check_outputs(kind, method):
     assert found["compiled"] == 0
 
 
+@pytest.mark.slow
 def test_outputs_of_split_tables_follow_the_target():
     """Greedy tokens equal those of one device, and a second call compiles nothing."""
     _check_outputs("table", "otm_layer")
@@ -73,6 +74,7 @@ def test_meshes_that_do_not_fit_are_refused():
     assert (copied, laid_out) == (1, 4)
 
 
+@pytest.mark.slow
 def test_selection_does_not_gather_a_vocabulary():
     """The collectives of a call's selection move less than 5 % of all logits."""
     count = names_in("scripts/dev/kernels.py").count

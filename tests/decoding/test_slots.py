@@ -75,11 +75,7 @@ def _assert_equal(completions, expected, prompts):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        *("otm_layer", "otm_block with features"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("recycle", "self_speculative")),
-    ],
+    "case", ["otm_layer", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
 )
 def test_sequences_are_those_of_generate(case, count_compilations):
     """Stops, EOS, the limit, mixed policies, log-probabilities; two orders of prompts."""
@@ -129,6 +125,7 @@ def test_sequences_come_in_the_order_of_prompts_if_asked():
     assert all(done.tokens.tolist() == tokens[done.index] for done in ordered)
 
 
+@pytest.mark.slow
 def test_programs_run_groups_of_prompts_and_several_calls(monkeypatch):
     """As on accelerators. The last of two groups of three overlaps the first in four slots."""
     expected = generate(KEY, *MODELS, *_padded(SHORT * 3), NEW, Policy(eos=3))
@@ -139,6 +136,7 @@ def test_programs_run_groups_of_prompts_and_several_calls(monkeypatch):
         _assert_equal(completions, expected, SHORT * 3)
 
 
+@pytest.mark.slow
 def test_programs_for_accelerators_give_the_same_sequences(monkeypatch):
     models = get_method("otm_block", **TREE), TARGET, DRAFT
     expected = generate(KEY, *models, *_padded(PROMPTS), NEW, Policy(eos=7))

@@ -30,6 +30,7 @@ def tabulated(source, teacher, **more):
     return *model, rows
 
 
+@pytest.mark.slow
 def test_the_table_holds_the_mean_of_the_target(teacher, corpus):
     """Each token's `RANKS` likeliest next tokens count at each place, and all once everywhere."""
     model, count, rows = tabulated(corpus, teacher)

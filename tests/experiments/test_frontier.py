@@ -136,6 +136,7 @@ def test_limited_distributions_are_those_of_the_models():
     np.testing.assert_allclose(draft[-1, 2], [*p[3], 1 - p[3].sum(), 0], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_simulated_method_reaches_the_optimum_but_does_not_exceed_it():
     draft, target = frontier.tables_of(*(np.asarray(_everything(name))[0] for name in "pq"))
     config = _config(pathlib.Path(), methods=("otm_layer",), calls=20_000, stems=(0,))

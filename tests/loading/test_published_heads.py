@@ -39,6 +39,7 @@ def target_of(layers=7, seed=0, **changes):
     return Trained("target", model, types.SimpleNamespace(vocabulary="its own"))
 
 
+@pytest.mark.slow
 def test_layouts_of_one_head_have_the_same_logits_and_tokens(layouts):
     target = target_of()
     target.model.embed.embedding[...] = recorded("llama")[1]["embed_tokens.weight"]
@@ -96,6 +97,7 @@ def test_heads_of_other_targets_are_refused_before_anything_is_compiled(
         load("eagle3:/nowhere")
 
 
+@pytest.mark.slow
 def test_a_head_may_be_narrower_than_its_target(tmp_path):
     config, tensors, _ = recorded("llama")
     fused = {"fc.weight": heads.weight("fc", (WIDTH, 3 * 48))}
@@ -130,7 +132,7 @@ def folders(tmp_path):
     return tmp_path / "model", head
 
 
-@pytest.mark.parametrize("dtype", ["float32", None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_pair_of_folders_decodes_greedily_as_its_target_alone(folders, dtype):
     names = f"hf:{folders[0]}", (f"eagle3:{folders[1]}",)
     target, (head,) = load_pair(*names, dtype)

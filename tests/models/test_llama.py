@@ -105,7 +105,7 @@ def test_logits_equal_the_numpy_reference(kind):
     np.testing.assert_allclose(logits(model, tokens[None])[0], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama3", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_llama_models_follow_the_model_protocol(kind):
     """Checks the whole model, and the model of its first layer."""
     model = random_model(SHAPES[kind])
@@ -113,7 +113,7 @@ def test_llama_models_follow_the_model_protocol(kind):
     check_model(model, layers=1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_int8_logits_are_close_and_tied_embeddings_are_quantized(kind):
     model = random_model(SHAPES[kind])
     small = quantize(model)

@@ -142,6 +142,7 @@ def _noisy_zipf(V, seed):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["otm", "kseq", "spectr++"])
 def test_float32_select_follows_q_at_vocabulary_8192(name):
     """The acceptance is exact within four standard errors."""

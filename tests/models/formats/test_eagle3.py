@@ -123,6 +123,7 @@ def numpy_logits(config, tensors, steps, tokens, features):
     return np.stack(found, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_logits_equal_those_of_speculators(name, tmp_path):
     """Checks tokens with the target's features, then drafts with the head's own, two levels deep."""

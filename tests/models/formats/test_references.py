@@ -45,7 +45,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     np.testing.assert_array_equal(out.tokens[0, len(tokens) : len(tokens) + 12], greedy)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama_dynamic", "phi3_long"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma4", "llama_dynamic", "phi3_long")
+        ),
+    ],
+)
 def test_models_follow_the_protocol(name, tmp_path):
     """Trees and cached decoding equal whole sequences, which are longer than the windows.
 

@@ -23,7 +23,8 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig
 from spectr_jax.utils import memory, sharding
 from spectr_jax.utils.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("shards")  # Two processes are started once for all tests.
+# Two processes are started once for all tests.
+pytestmark = [pytest.mark.xdist_group("shards"), pytest.mark.slow]
 
 write_gguf = names_in("tests/models/formats/test_gguf.py").write
 
