@@ -83,7 +83,8 @@ def test_logprobs_equal_those_of_a_full_forward_pass(name, options):
     whole = generate(key, *arguments, *rows, NEW, Policy(0.6), logprobs=True)
     for name in ("policy", "model"):
         streamed = np.concatenate([getattr(step.logprobs, name) for step in steps])
-        np.testing.assert_array_equal(streamed, getattr(whole.logprobs, name)[0, 5 : 5 + NEW])
+        of_whole = getattr(whole.logprobs, name)[0, 5 : 5 + NEW]
+        np.testing.assert_allclose(streamed, of_whole, atol=1e-5)  # jax 0.11 rounds otherwise.
 
 
 @pytest.mark.slow
