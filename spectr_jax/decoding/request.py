@@ -341,7 +341,8 @@ def _check_mesh(mesh: Mesh, sequences: int) -> None:
     sharding.check_mesh(mesh)
     if sequences % (groups := sharding.groups_of(mesh)):
         raise UserError(
-            f"mesh: {sequences} prompts for {groups} groups of devices; give a multiple"
+            f"mesh: has {groups} groups of devices, which do not divide {sequences} prompts; give a "
+            "multiple, or one group: make_mesh(model=N, devices=jax.devices()[:N])"
         )
 
 

@@ -45,8 +45,9 @@ def scores_of(model: Model, tokens_BxT: Int[Array, "batch time"]) -> Scores:
     positions_BxN = jnp.broadcast_to(jnp.arange(N), (B, N))
     visible_BxNxN = jnp.broadcast_to(jnp.tri(N, dtype=bool), (B, N, N))
     logits_BxNxV, _ = model.extend(given_BxN, positions_BxN, visible_BxNxN)
-    table_BxNxV = jax.nn.log_softmax(logits_BxNxV.astype(jnp.float32))
-    logprobs_BxN = jnp.take_along_axis(table_BxNxV, next_BxN[..., None], axis=-1)[..., 0]
+    logits_BxNxV = logits_BxNxV.astype(jnp.float32)
+    chosen_BxN = jnp.take_along_axis(logits_BxNxV, next_BxN[..., None], axis=-1)[..., 0]
+    logprobs_BxN = chosen_BxN - jax.nn.logsumexp(logits_BxNxV, axis=-1)
     return Scores(logprobs=logprobs_BxN, greedy=jnp.argmax(logits_BxNxV, axis=-1) == next_BxN)
 
 

@@ -25,10 +25,10 @@ INDEX = "labels.json"
 FIELDS = ("vocabulary", "vocab_size", "context", "length", "top", "features", "labelled")
 """Fields of an index in which folders that are used together must agree."""
 DIGESTS = {"weights": ("dtype",), "corpus": ("text", "sentences"), "content": ()}
-"""Digests, and the fields that an error names with them. A digest of a corpus decides, because one
-corpus may have two names."""
+"""Digests in an index, and the fields that an error names with them."""
 IDENTITY = ("teacher", "dtype", *DIGESTS)
-"""Further fields of every index. The digests of a corpus are empty for chats."""
+"""Fields of an index that say where the labels come from. The digests of a corpus are empty for
+chats."""
 TOP = 64
 """Labels per place. On plain sentences, 64 tokens hold about 0.85 of SmolLM2-135M's probability."""
 
@@ -40,7 +40,7 @@ def row_type(vocab_size: int, length: int, features: int = 0, labelled: bool = T
     """
     token = token_type(vocab_size)
     fields: list[Any] = [("tokens", token, (length,)), ("segments", np.uint16, (length,))]
-    fields.append(("drafted", np.bool_, (length,)))
+    fields += [("drafted", np.bool_, (length,))]
     if labelled:
         shape = (length, TOP)
         fields += [("top", token, shape), ("log_probabilities", np.float16, shape)]
@@ -150,6 +150,7 @@ def claim_folder(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
 
 def _check_same(folder: pathlib.Path, there: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises `UserError` unless two indices describe the same labels."""
+    # One corpus may have two paths, so its digest decides.
     ignored = DIGESTS["corpus"] if there["corpus"] else ()
     for name in [*IDENTITY, *sorted(wanted.keys() | there.keys())]:
         if name in ignored or wanted.get(name) == there.get(name):
@@ -247,7 +248,7 @@ def batch_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
     Returns:
       `inputs`, `segments`, `positions` and `targets` (the next token of the sequence, -1 at its
-      end), int32 [B, N]; `drafted`, bool [B, N], the tokens after which a draft is requested; with labels
+      end), int32 [B, N]; `drafted`, bool [B, N], True after which a draft is requested; with labels
       `top` int32 and `log_probabilities` float32, [B, N, TOP]; with features `features` float16
       [B, N, F].
     """

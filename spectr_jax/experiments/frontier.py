@@ -357,10 +357,10 @@ def markdown(result: dict[str, Any]) -> str:
         "Optimum": lambda row: f"{np.mean(row['tokens_per_call']['optimum']):.3f}",
         **{f"`{name}`": functools.partial(_share, name) for name in config["methods"]},
     }
-    cells = [cell for row in result["rows"] for cell in row["tokens_per_call_by_seed"].values()]
     spread = ""
     if len(config["seeds"]) > 1:
-        largest = max(np.std(cell, ddof=1) for cell in cells)
+        rows = [row["tokens_per_call_by_seed"] for row in result["rows"]]
+        largest = max(np.std(cell, ddof=1) for row in rows for cell in row.values())
         spread = f"; the largest standard deviation over seeds is {largest:.2f}"
     first, widest = config["methods"][0], max(config["paths"])
     notes = [

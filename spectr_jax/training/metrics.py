@@ -144,8 +144,8 @@ class Window:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, without a last line that a crash truncated and lines
-    that have no step; none if there is no file."""
+    """Returns the records of a metrics.jsonl, or an empty list if there is no file. Lines without a
+    step are left out, and so is what follows a line that a crash truncated."""
     records = []
     for line in lines_of(read_text(path)) if path.exists() else ():
         try:

@@ -66,8 +66,9 @@ def test_two_processes_emit_the_tokens_of_one():
 
 def test_meshes_that_do_not_fit_are_refused():
     *errors, copied, laid_out = _found(_begun(8, "refused"))
-    beginnings = ["mesh=None: ", "model=2: ", "mesh: 3 prompts", "mesh: has axes", "model=2: "]
-    beginnings += ["mesh: 1 prompts for 2 groups", "model='2': ", "model=8: must divide heads=6"]
+    groups = "mesh: has 2 groups of devices, which do not divide "
+    beginnings = ["mesh=None: ", "model=2: ", f"{groups}3", "mesh: has axes", "model=2: "]
+    beginnings += [f"{groups}1", "model='2': ", "model=8: must divide heads=6"]
     for error, beginning in zip(errors, beginnings, strict=True):
         assert error.startswith(beginning)
         assert "\n" not in error

@@ -386,7 +386,7 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         def emitted(call):
             return jnp.float32(call.chosen.emitted)
 
-        prompts, lengths = np.tile(PROMPT, (20_000, 1)), np.full(20_000, 2)
+        prompts, lengths = np.tile(PROMPT, (50_000, 1)), np.full(50_000, 2)
         key = jax.random.key(0)
         result = generate(key, method, *_models(), prompts, lengths, 1, observe=emitted)
         return float(np.mean(np.asarray(result.observed)))
@@ -397,7 +397,7 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         seen[name] = mean(on_tree(name, chain(2)))
     # On one level, `otm_layer` accepts as the plan does.
     level = mean(get_method("otm_layer", tree="3", **few))
-    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.02)
+    assert level == pytest.approx(1 + otm.acceptance(DRAFT[PROMPT], TARGET[PROMPT], 3), abs=0.015)
     p1, q1 = DRAFT[PROMPT], TARGET[PROMPT]
     token, block = 0.0, 0.0
     for x in range(VOCAB):
@@ -408,9 +408,9 @@ def test_block_verification_emits_the_expected_tokens_per_call():
         rest = np.maximum(run * q2 - p2, 0).sum()
         one = (1 - whole) * rest / (rest + 1 - run) if rest else 0.0
         block += p1[x] * (2 * whole + one)
-    assert seen["speculative"] == pytest.approx(1 + token, abs=0.02)
+    assert seen["speculative"] == pytest.approx(1 + token, abs=0.015)
     for name in ("block", "otm_layer", "traversal"):  # All three are equal on one chain.
-        assert seen[name] == pytest.approx(1 + block, abs=0.02)
+        assert seen[name] == pytest.approx(1 + block, abs=0.015)
     assert block > token + 0.02
 
 

@@ -29,8 +29,8 @@ from spectr_jax.testing import chi_square
 from spectr_jax.transport import rules
 from spectr_jax.transport.draws import draw
 
-CALLS = {1_024: 50_000, 8_192: 20_000}
-FEWER_CALLS = {1_024: 12_500, 8_192: 5_000}
+CALLS = {1_024: 100_000, 8_192: 20_000}
+FEWER_CALLS = {1_024: 25_000, 8_192: 5_000}
 SLOW = {"ersd", "otm_block", "otm_layer", "gbv", "traversal", "traversal_iid"}
 """Methods that get fewer calls."""
 CONTEXTS = 2

@@ -124,6 +124,15 @@ def for_each_row(
     return jax.lax.map(of_row, (wanted, *arrays))
 
 
+def if_wanted(
+    scored: ScoredTree, wanted: BoolScalar, function: Callable[[], Array], otherwise: Array
+) -> Array:
+    """Returns `function()` if it is `wanted`, which only a CPU checks first, or `otherwise`."""
+    if in_turn(scored.vocab_size):
+        return jax.lax.cond(wanted, function, lambda: otherwise)
+    return jnp.where(wanted, function(), otherwise)
+
+
 def repeat(
     scored: ScoredTree,
     times: int,

@@ -85,10 +85,7 @@ class TokenByToken(Verifier):
             q = normalised(scored.q(end.node))
             return self.plan.bonus(jax.random.wrap_key_data(words, impl=kind), q)
 
-        if base.in_turn(scored.vocab_size):  # Only a CPU checks first.
-            token = jax.lax.cond(end.bonus, bonus, lambda: end.token)
-        else:
-            token = jnp.where(end.bonus, bonus(), end.token)
+        token = base.if_wanted(scored, end.bonus, bonus, end.token)
         return base.ending_at(scored, end.node, token, base.counts(scored, below))
 
 

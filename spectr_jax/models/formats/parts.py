@@ -180,8 +180,8 @@ def check_memory(
 
 
 def _check(name: str, given: tuple[int, ...], expected: tuple[int, ...] | None):
-    """Raises `UserError` unless an array has the `expected` shape; None if there is no such
-    part."""
+    """Raises `UserError` unless an array has the `expected` shape, which is None for a part that
+    the model does not have."""
     if given != expected:
         wanted = "none" if expected is None else list(expected)
         raise UserError(

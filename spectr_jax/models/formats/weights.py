@@ -138,7 +138,7 @@ def weight_files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_notes(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the notes of a model's files; none if they are missing or damaged."""
+    """Returns the notes of a model's files, or {} if they are missing or damaged."""
     try:
         return parse_json(_read(path)[0]["notes"])
     except (OSError, safetensors.SafetensorError, ValueError, KeyError):
