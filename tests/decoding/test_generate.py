@@ -159,7 +159,7 @@ def test_decode_inside_jit_equals_generate(count_compilations):
     target, draft, *others = (freeze(TableModel(random_table(seed, 13))) for seed in range(4))
     method = get_method("speculative", draft_length=2)
     prompts = np.random.default_rng(0).integers(0, 13, (4, 16)).astype(np.int32)
-    lengths = np.array([1, 5, 16, 9], np.int32)
+    lengths, other_key = np.array([1, 5, 16, 9], np.int32), jax.random.key(4)
 
     @jax.jit
     def doubled(key, target, draft, prompts, lengths, temperature):
@@ -173,7 +173,7 @@ def test_decode_inside_jit_equals_generate(count_compilations):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     np.testing.assert_array_equal(lengths_twice, 2 * theirs.lengths)
     with count_compilations() as compiled:
-        jax.block_until_ready(doubled(jax.random.key(4), *others, prompts[::-1], lengths, 0.5))
+        jax.block_until_ready(doubled(other_key, *others, prompts[::-1], lengths, 0.5))
     assert not compiled
 
 
